@@ -49,8 +49,8 @@ class Record:
     The name is an attribute of the class, or a field where one class has several names.
 
     Attributes:
-            words: values by the words that stand for them in texts, for types that have no text.
-            text: the one text of this record; ``read`` reads it.
+        words: values by the words that stand for them in texts, for types that have no text.
+        text: the one text of this record; ``read`` reads it.
     """
 
     name: ClassVar[str]
@@ -85,13 +85,13 @@ def read(what: str, records: Mapping[str, type[R]], text: str) -> R:
     """The record that a text stands for.
 
     Args:
-            what: what the records are, for messages.
-            records: their classes by name.
-            text: the text.
+        what: what the records are, for messages.
+        records: their classes by name.
+        text: the text.
 
     Raises:
-            ValueError: there is no such name, field or value, or the record has another text:
-                    fields at their defaults are left out, the others in the record's order.
+        ValueError: there is no such name, field or value, or the record has another text:
+            fields at their defaults are left out, the others in the record's order.
     """
     check_kind(str, **{what: text})
     name, _, facts = text.partition(":")

@@ -30,10 +30,10 @@ from cute_kernels import active_backend
 from cute_kernels.records import check_kind
 
 from .ownership import check_master
-from .shards import local_part, part_of, sharded_as
-from .tensor import GroupedTensor
+from .tensor.dtensor_parts import local_part, part_of, sharded_as
+from .tensor.grouped_tensor import GroupedTensor
+from .tensor.validation import check_is_tensor
 from .tracing import eager_only
-from .validation import check_is_tensor
 
 __all__ = ["AdamW"]
 
@@ -57,21 +57,21 @@ class AdamW(Optimizer):
     ``torch.amp.GradScaler``.
 
     Args:
-            params: parameters, or groups of them.
-            lr: learning rate; a number or a tensor of one element.
-            betas: decay of the two moments.
-            eps: added to the denominator.
-            weight_decay: decoupled, as in ``torch.optim.AdamW``.
-            amsgrad: as there.
-            maximize: as there.
-            masters: what GroupedTensors were quantized from, by parameter; of others the master
-                starts as what they decode to.
-            master_weights: plain parameters in bf16 and fp16 have a master, too.
+        params: parameters, or groups of them.
+        lr: learning rate; a number or a tensor of one element.
+        betas: decay of the two moments.
+        eps: added to the denominator.
+        weight_decay: decoupled, as in ``torch.optim.AdamW``.
+        amsgrad: as there.
+        maximize: as there.
+        masters: what GroupedTensors were quantized from, by parameter; of others the master
+            starts as what they decode to.
+        master_weights: plain parameters in bf16 and fp16 have a master, too.
 
     Raises:
-            ValueError: a number out of range, or a master of another shape.
-            TypeError: no number or bool where one belongs, a master that is none or of a parameter
-                    that has none, or a parameter of a format that no master quantizes to.
+        ValueError: a number out of range, or a master of another shape.
+        TypeError: no number or bool where one belongs, a master that is none or of a parameter
+            that has none, or a parameter of a format that no master quantizes to.
     """
 
     #: GradScaler then leaves the division to the step.
@@ -149,15 +149,15 @@ class AdamW(Optimizer):
         """Update the parameters that have a gradient.
 
         Args:
-                closure: makes the loss again, with gradients.
+            closure: makes the loss again, with gradients.
 
         Returns:
-                What ``closure`` returns.
+            What ``closure`` returns.
 
         Raises:
-                RuntimeError: a gradient is sparse; or a parameter was written since the last step,
-                        as by the module's ``load_state_dict``, and its master has other values.
-                ValueError: a gradient has another shape than its parameter.
+            RuntimeError: a gradient is sparse; or a parameter was written since the last step,
+                as by the module's ``load_state_dict``, and its master has other values.
+            ValueError: a gradient has another shape than its parameter.
         """
         loss = None
         if closure is not None:
@@ -265,7 +265,7 @@ class AdamW(Optimizer):
         that it has. The parameters' bytes are the module's to load.
 
         Raises:
-                ValueError: a state has another shape than its parameter.
+            ValueError: a state has another shape than its parameter.
         """
         masters = {p: state["master"] for p, state in self.state.items() if "master" in state}
         pairs = [
@@ -338,7 +338,7 @@ def _has_kernel(part: Tensor) -> bool:
     """
     if not isinstance(part, GroupedTensor) or part.grouping != "uniform":
         return False
-    level = part.format.second_level
+    level = part.format.global_scale
     runs_kernels = part.is_cuda or (part.is_cpu and active_backend(part.device).arch != "reference")
     return (level is None or level.per == "group") and runs_kernels
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .shards import local_part
-from .tensor import GroupedTensor
+from .tensor.dtensor_parts import local_part
+from .tensor.grouped_tensor import GroupedTensor
 
 #: A parameter by the module that holds it, and its name there.
 Target: TypeAlias = tuple[nn.Module, str]
@@ -35,11 +35,11 @@ class Owner(NamedTuple):
     """Code that manages a parameter.
 
     Attributes:
-            kind: a key of ``RULES``.
-            rule: why the parameter cannot be replaced.
-            advice: a way out.
-            manager: the object that manages it, such as FSDP2's ``FSDPParam``; None where there is
-                none.
+        kind: a key of ``RULES``.
+        rule: why the parameter cannot be replaced.
+        advice: a way out.
+        manager: the object that manages it, such as FSDP2's ``FSDPParam``; None where there is
+            none.
     """
 
     kind: str
@@ -151,9 +151,9 @@ class Ownership:
         """Return the owner of a parameter, or None if the module alone has it.
 
         Args:
-                module: the module that holds the parameter.
-                name: its name there.
-                together: all parameters that are replaced at once: those may be tied to each other.
+            module: the module that holds the parameter.
+            name: its name there.
+            together: all parameters that are replaced at once: those may be tied to each other.
         """
         key = (id(module), name)
         if key in self._sharded:
@@ -183,13 +183,13 @@ class Ownership:
         them again.
 
         Args:
-                targets: modules under the root, and the names of their parameters.
-                purpose: what is done, such as ``"prepare()"``, for the message.
-                allow: kinds of owners, keys of ``RULES``, that the caller handles.
+            targets: modules under the root, and the names of their parameters.
+            purpose: what is done, such as ``"prepare()"``, for the message.
+            allow: kinds of owners, keys of ``RULES``, that the caller handles.
 
         Raises:
-                ValueError: a parameter has an owner; the message names parameter, owner and a way
-                    out.
+            ValueError: a parameter has an owner; the message names parameter, owner and a way
+                out.
         """
         targets, allow = list(targets), set(allow)
         for module, name in targets:
@@ -228,9 +228,9 @@ class FsdpWatch:
         """Raise unless FSDP2, if it shards the parameter ``name``, may take ``value`` in its place.
 
         Raises:
-                ValueError: ``value`` is no DTensor, so that FSDP2 would drop it.
-                RuntimeError: FSDP2 gathers the parameter, and would drop a DTensor that was
-                    assigned before.
+            ValueError: ``value`` is no DTensor, so that FSDP2 would drop it.
+            RuntimeError: FSDP2 gathers the parameter, and would drop a DTensor that was
+                assigned before.
         """
         manager = self._managers.get(name)
         if manager is None or not any(value is t for t in _tensors_of(manager)):

@@ -10,28 +10,28 @@ from torch import Tensor, nn
 from cute_kernels import active_backend, support
 from cute_kernels.capability import require
 from cute_kernels.formats import Format
-from cute_kernels.ops.pairs import is_w4a8
+from cute_kernels.ops.format_pairs import is_w4a8
 from cute_kernels.records import check_kind
 
-from .autograd import linear
-from .functional import quantize
-from .nn.delayed import DelayedScaling
+from .functional.linear_autograd import linear
+from .functional.quantization import quantize
+from .nn.delayed_scaling import DelayedScaling
 from .nn.linear import GroupedLinear
 from .nn.mlp import GroupedMLP
 from .ownership import Ownership, retire
 from .recipes import FP8Delayed, Recipe
-from .tensor import GroupedTensor
-from .validation import check_format
+from .tensor.grouped_tensor import GroupedTensor
+from .tensor.validation import check_format
 
 
 class Weight(NamedTuple):
     """A parameter that holds a weight of experts.
 
     Attributes:
-            module: the module that has it.
-            name: its name there.
-            recipe: the recipe that its products run in.
-            transposed: the parameter is (G, K, N).
+        module: the module that has it.
+        name: its name there.
+        recipe: the recipe that its products run in.
+        transposed: the parameter is (G, K, N).
     """
 
     module: nn.Module
@@ -60,8 +60,8 @@ class Source(NamedTuple):
     """Experts of another library, which its integration adds to ``SOURCES``.
 
     Attributes:
-            weights_of: gives the weights of a module that is experts of the library, else None.
-            finish: is called with a model in which such weights were quantized.
+        weights_of: gives the weights of a module that is experts of the library, else None.
+        finish: is called with a model in which such weights were quantized.
     """
 
     weights_of: Callable[[nn.Module], list[Weight] | None]
@@ -103,34 +103,34 @@ def prepare(
       grouped.prepare(model, grouped.NVFP4(), columnwise=True)
 
     Args:
-            model: a model, or experts alone, on the device where it will run. Call it before
-                    ``fully_shard``, ``DistributedDataParallel``, ``parallelize_module``, an adapter
-                    of the experts, and the optimizer.
-            fmt: the format of the weights; None for that of the recipe of each layer, where layers
-                    with ``BF16`` stay plain. Quantized weights under ``BF16`` run with bf16 or fp16
-                    activations (W4A16, W8A16). If the recipe has delayed scaling, None takes the
-                    scales of the weight as it is now.
-            trainable: the weights take gradients, and have the columnwise copy that the gradient of
-                the input reads.
-            columnwise: keep that copy also for weights that take no gradient; by default
-                ``trainable``.
-            masters: receives, by new parameter, the plain weight (G, N, K) that it was quantized
-                    from, for ``grouped.optim.AdamW``; it keeps those in memory. ``fully_shard``
-                    makes other parameters: then key them by name.
+        model: a model, or experts alone, on the device where it will run. Call it before
+            ``fully_shard``, ``DistributedDataParallel``, ``parallelize_module``, an adapter
+            of the experts, and the optimizer.
+        fmt: the format of the weights; None for that of the recipe of each layer, where layers
+            with ``BF16`` stay plain. Quantized weights under ``BF16`` run with bf16 or fp16
+            activations (W4A16, W8A16). If the recipe has delayed scaling, None takes the
+            scales of the weight as it is now.
+        trainable: the weights take gradients, and have the columnwise copy that the gradient of
+            the input reads.
+        columnwise: keep that copy also for weights that take no gradient; by default
+            ``trainable``.
+        masters: receives, by new parameter, the plain weight (G, N, K) that it was quantized
+            from, for ``grouped.optim.AdamW``; it keeps those in memory. ``fully_shard``
+            makes other parameters: then key them by name.
 
     Returns:
-            How many layers of experts have quantized weights: a ``GroupedMLP`` is one, a
-            ``GroupedLinear`` outside of one, and transformers' experts of a layer.
+        How many layers of experts have quantized weights: a ``GroupedMLP`` is one, a
+        ``GroupedLinear`` outside of one, and transformers' experts of a layer.
 
     Raises:
-            TypeError: ``fmt`` is no format, or an option has another type.
-            ValueError: ``model`` has no experts, or none with a recipe that quantizes weights while
-                    ``fmt`` is None; a recipe does not multiply by ``fmt``; a weight is quantized in
-                    another format, or without a copy that is asked for; it has an owner
-                    (``grouped.ownership``): FSDP2, a DTensor, PEFT, accelerate's offload, a
-                    parametrization or another module; it is on the meta device; or a layer was made
-                    with ``single_parameter=False``.
-            cute_kernels.UnsupportedError: the device does not run the format.
+        TypeError: ``fmt`` is no format, or an option has another type.
+        ValueError: ``model`` has no experts, or none with a recipe that quantizes weights while
+            ``fmt`` is None; a recipe does not multiply by ``fmt``; a weight is quantized in
+            another format, or without a copy that is asked for; it has an owner
+            (``grouped.ownership``): FSDP2, a DTensor, PEFT, accelerate's offload, a
+            parametrization or another module; it is on the meta device; or a layer was made
+            with ``single_parameter=False``.
+        cute_kernels.UnsupportedError: the device does not run the format.
     """
     check_kind(
         bool, trainable=trainable, columnwise=trainable if columnwise is None else columnwise
@@ -211,7 +211,7 @@ def _format_of(weight: Weight, fmt: Format | None) -> Format | None:
     default, parameter = weight.recipe.weight, weight.module._parameters.get(weight.name)
     if fmt is None and isinstance(parameter, GroupedTensor):
         return parameter.format
-    if fmt is not None or default is None or not default.takes_scale:
+    if fmt is not None or default is None or not default.has_given_scale:
         return fmt or default
     # A history of scales is for a weight that changes in each step.
     return dataclasses.replace(default, scaling="current")  # type: ignore[call-arg, type-var]
@@ -357,7 +357,7 @@ def prepacks(recipe: Recipe, fmt: Format, device: torch.device) -> bool:
     """Tell whether weights of ``fmt`` are multiplied faster in the order of
     ``GroupedTensor.prepack`` there.
     """
-    level, arch = fmt.second_level, active_backend(device).arch
+    level, arch = fmt.global_scale, active_backend(device).arch
     can = fmt.element.per_byte > 1 and (level is None or level.per != "row")
     can = can and recipe.is_quantized and arch != "reference"
     return can and bool(support("grouped_gemm", fmt, arch, prepacked=True))

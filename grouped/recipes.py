@@ -21,11 +21,11 @@ from torch.distributed import ProcessGroup
 from cute_kernels import formats
 from cute_kernels.capability import UnsupportedError, support
 from cute_kernels.formats import E5M2, Format
-from cute_kernels.ops.delayed import ALGORITHMS, check_margin
-from cute_kernels.ops.pairs import check_pair, check_transforms
+from cute_kernels.ops.delayed_scaling.op import ALGORITHMS, check_margin
+from cute_kernels.ops.format_pairs import check_pair, check_transforms
 from cute_kernels.records import check_choice
 
-from .validation import check_format, check_size
+from .tensor.validation import check_format, check_size
 
 __all__ = [
     "BF16",
@@ -51,27 +51,27 @@ class Recipe:
     """The format of each role; all of them, or none.
 
     Args:
-            input: activations that enter the layer.
-            weight: the layer's weights.
-            grad_output: gradients of the layer's output.
-            propagate_nonfinite: an infinity or a NaN in an operand reaches the output and the
-                    gradients, so that ``torch.amp.GradScaler`` and whatever else looks for one
-                    finds it. Operands are quantized with ``nan_scales`` (see
-                    ``cute_kernels.formats.Format``): an infinity makes the scale NaN that its block
-                    or, under FP8 with one scale per group, its group shares. Under NVFP4 both do
-                    that to the group, or to the row of a row-scaled operand. FP8's codes hold a NaN
-                    themselves, which reaches the products of its row or column. Finite numbers keep
-                    their bits, and nothing is read twice. If False, E2M1 turns a NaN into a finite
-                    number and FP8 an infinity into its largest one: a run that diverges then looks
-                    healthy. Weights that are quantized already are taken as they are; rows behind
-                    the last group are not looked at.
+        input: activations that enter the layer.
+        weight: the layer's weights.
+        grad_output: gradients of the layer's output.
+        propagate_nonfinite: an infinity or a NaN in an operand reaches the output and the
+            gradients, so that ``torch.amp.GradScaler`` and whatever else looks for one
+            finds it. Operands are quantized with ``nan_scales`` (see
+            ``cute_kernels.formats.Format``): an infinity makes the scale NaN that its block
+            or, under FP8 with one scale per group, its group shares. Under NVFP4 both do
+            that to the group, or to the row of a row-scaled operand. FP8's codes hold a NaN
+            themselves, which reaches the products of its row or column. Finite numbers keep
+            their bits, and nothing is read twice. If False, E2M1 turns a NaN into a finite
+            number and FP8 an infinity into its largest one: a run that diverges then looks
+            healthy. Weights that are quantized already are taken as they are; rows behind
+            the last group are not looked at.
 
     Raises:
-            TypeError: a role is no format record.
-            ValueError: some roles have a format and some have none, a weight is row-scaled, an
-                    input or a weight has E5M2 codes, two of them are not multiplied with each
-                    other, or one takes scales, which ``FP8Delayed`` has.
-            cute_kernels.UnsupportedError: a format, or a flag of one, that is not built.
+        TypeError: a role is no format record.
+        ValueError: some roles have a format and some have none, a weight is row-scaled, an
+            input or a weight has E5M2 codes, two of them are not multiplied with each
+            other, or one takes scales, which ``FP8Delayed`` has.
+        cute_kernels.UnsupportedError: a format, or a flag of one, that is not built.
     """
 
     input: Format | None = None
@@ -92,7 +92,7 @@ class Recipe:
         missing = [name for name in ROLES if name not in roles]
         if roles and missing:
             raise ValueError(f"a recipe quantizes all roles or none; no format for {missing}")
-        level = None if self.weight is None else self.weight.second_level
+        level = None if self.weight is None else self.weight.global_scale
         if level is not None and level.per == "row":
             raise ValueError(f"weight must have one second-level scale a group, got {self.weight}")
         for name, fmt in roles.items():
@@ -102,7 +102,7 @@ class Recipe:
                 )
         for name, fmt in roles.items():
             _require_built(name, fmt)
-            if fmt.takes_scale and not self._updates_scales:
+            if fmt.has_given_scale and not self._updates_scales:
                 raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
         if self.input is not None and self.weight is not None and self.grad_output is not None:
             _check_products(self.input, self.weight, self.grad_output)
@@ -150,7 +150,7 @@ class Recipe:
     @property
     def takes_scales(self) -> bool:
         """Whether the scales are those of earlier steps: calls need a ``DelayedScaling``."""
-        return self.weight is not None and self.weight.takes_scale
+        return self.weight is not None and self.weight.has_given_scale
 
 
 def _marking(role: str, fmt: Format) -> Format:
@@ -231,12 +231,12 @@ class NVFP4(_Named):
     Both options are on in NVIDIA's recipe for pretraining and off here: they take instructions.
 
     Args:
-            propagate_nonfinite: as in ``Recipe``.
-            hadamard: the columnwise copies of activations and gradients, which wgrad multiplies,
-                    are of values that a random 16x16 Hadamard transform spread over rows. Inputs
-                    are bf16 then.
-            stochastic_rounding: gradients are rounded stochastically, by seeds from PyTorch's
-                generator of their device.
+        propagate_nonfinite: as in ``Recipe``.
+        hadamard: the columnwise copies of activations and gradients, which wgrad multiplies,
+            are of values that a random 16x16 Hadamard transform spread over rows. Inputs
+            are bf16 then.
+        stochastic_rounding: gradients are rounded stochastically, by seeds from PyTorch's
+            generator of their device.
     """
 
     hadamard: bool = _option(False)
@@ -255,8 +255,8 @@ class NVFP4RowScaled(_Named):
     """NVFP4 with one second-level scale per token for the rowwise copy of the input.
 
     Args:
-            propagate_nonfinite: as in ``Recipe``.
-            stochastic_rounding: as in ``NVFP4``.
+        propagate_nonfinite: as in ``Recipe``.
+        stochastic_rounding: as in ``NVFP4``.
     """
 
     stochastic_rounding: bool = _option(False)
@@ -271,11 +271,11 @@ class MXFP8(_Named):
     """MXFP8 operands: E4M3 codes with a power of two for each 32 of them.
 
     Args:
-            propagate_nonfinite: as in ``Recipe``.
-            grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's
-                HYBRID.
-            weight_block: (1, 32), or (32, 32) where both directions of a weight hold the same
-                codes.
+        propagate_nonfinite: as in ``Recipe``.
+        grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's
+            HYBRID.
+        weight_block: (1, 32), or (32, 32) where both directions of a weight hold the same
+            codes.
     """
 
     grad_dtype: torch.dtype = _option(torch.float8_e4m3fn)
@@ -294,11 +294,11 @@ class FP8Block(_Named):
     """FP8 with fp32 scales of blocks: 1x128 for activations and gradients, 128x128 for weights.
 
     Args:
-            propagate_nonfinite: as in ``Recipe``.
-            grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's
-                HYBRID.
-            pow2_scales: scales are powers of two.
-            amax_epsilon: lower bound of a block's amax.
+        propagate_nonfinite: as in ``Recipe``.
+        grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's
+            HYBRID.
+        pow2_scales: scales are powers of two.
+        amax_epsilon: lower bound of a block's amax.
     """
 
     grad_dtype: torch.dtype = _option(torch.float8_e4m3fn)
@@ -315,8 +315,8 @@ class FP8Current(_Named):
     """FP8 with one scale a group, from the amax of the tensor that it scales.
 
     Args:
-            propagate_nonfinite: as in ``Recipe``.
-            grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
+        propagate_nonfinite: as in ``Recipe``.
+        grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
     """
 
     grad_dtype: torch.dtype = _option(torch.float8_e5m2)
@@ -334,29 +334,29 @@ class FP8Delayed(_Named):
     they are updated, ``grouped.delayed_scaling_update`` how.
 
     Args:
-            propagate_nonfinite: as in ``Recipe``.
-            grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
-            history_length: steps whose amaxes count; TransformerEngine's ``amax_history_len``.
-            margin: the scales are divided by two to this power.
-            algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the
-                    last; TransformerEngine's ``amax_compute_algo``.
-            initial_scale: of a group whose history holds no amax yet. ``"current"``: each operand
-                    is quantized by its own amax, with the bits of ``FP8Current``, until an update
-                    has seen the group; ``margin`` is not applied. The device decides this for each
-                    group, so an expert without tokens in the first steps begins the same way later.
-                    It takes one more read of each operand until all groups have begun. ``"one"``:
-                    scales are 1, as TransformerEngine begins, and products below the smallest code
-                    vanish in the first step.
-            amax_group: processes that share the scales: their amaxes are reduced to the largest at
-                    each update, so all of them must take the same steps. A ``torch.distributed``
-                    group or its name, which is what is kept. ``DistributedDataParallel`` needs
-                    ``broadcast_buffers=False`` beside it. None: each process has scales of its own,
-                    of which a distributed checkpoint keeps one set; else first call ``update()`` of
-                    each ``scaling``, which reduces the amaxes of the last step.
+        propagate_nonfinite: as in ``Recipe``.
+        grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
+        history_length: steps whose amaxes count; TransformerEngine's ``amax_history_len``.
+        margin: the scales are divided by two to this power.
+        algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the
+            last; TransformerEngine's ``amax_compute_algo``.
+        initial_scale: of a group whose history holds no amax yet. ``"current"``: each operand
+            is quantized by its own amax, with the bits of ``FP8Current``, until an update
+            has seen the group; ``margin`` is not applied. The device decides this for each
+            group, so an expert without tokens in the first steps begins the same way later.
+            It takes one more read of each operand until all groups have begun. ``"one"``:
+            scales are 1, as TransformerEngine begins, and products below the smallest code
+            vanish in the first step.
+        amax_group: processes that share the scales: their amaxes are reduced to the largest at
+            each update, so all of them must take the same steps. A ``torch.distributed``
+            group or its name, which is what is kept. ``DistributedDataParallel`` needs
+            ``broadcast_buffers=False`` beside it. None: each process has scales of its own,
+            of which a distributed checkpoint keeps one set; else first call ``update()`` of
+            each ``scaling``, which reduces the amaxes of the last step.
 
     Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: an argument is out of range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
     """
 
     grad_dtype: torch.dtype = _option(torch.float8_e5m2)

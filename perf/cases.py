@@ -26,7 +26,7 @@ class Model:
         """The experts of one rank in one of the layers ``"up"`` and ``"down"``.
 
         Raises:
-                ValueError: another layer, or ``ranks`` do not divide the experts.
+            ValueError: another layer, or ``ranks`` do not divide the experts.
         """
         ranks = self.expert_parallel[0] if ranks is None else ranks
         if self.experts % ranks:
@@ -116,7 +116,7 @@ def split_rows(routing: str, groups: int, rows: int, seed: int = 0) -> list[int]
     80 160 32"``.
 
     Raises:
-            ValueError: another routing, or rows that are not ``rows`` in ``groups``.
+        ValueError: another routing, or rows that are not ``rows`` in ``groups``.
     """
     if routing[:1].isdigit():
         sizes = [int(size) for size in routing.split()]

@@ -51,11 +51,11 @@ def main(arguments: argparse.Namespace, options: Options, choice: Choice) -> int
     """``perf run counts`` with ``--renew`` or ``--check``.
 
     Raises:
-            ValueError: another suite, or a renewal of a part.
+        ValueError: another suite, or a renewal of a part.
     """
     if arguments.suites != ["counts"]:
         raise ValueError("--renew and --check are for the suite counts")
-    path = RESULTS / f"counts-{'readme' if options.full else 'ci'}.jsonl.xz"
+    path = RESULTS / f"counts-{'readme' if options.full else 'ci'}.jsonl"
     partial = bool(options.backend or choice.case or choice.contender or choice.format)
     if arguments.renew and partial:
         raise ValueError("--renew replaces the whole record: leave filters away")

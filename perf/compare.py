@@ -64,7 +64,7 @@ class Change:
     def __str__(self) -> str:
         r = self.record
         where = f"{r.gpu or r.machine}, " if r.gpu or r.machine else ""
-        what = f"{r.title} {r.what} ({where}{r.protocol})"
+        what = f"{r.title} {r.quantity} ({where}{r.protocol})"
         unit = "" if r.unit == "1" else f" {r.unit}"
         if self.old is None or self.new is None:
             value = self.new if self.old is None else self.old

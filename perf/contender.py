@@ -17,14 +17,14 @@ class Contender:
     """One way to do a task; what is not said here is as in ``Record``.
 
     Attributes:
-            prepare: may raise whatever its library raises: that is reported, and nobody else is
-                disturbed.
-            error: relative error of what a call returned; NaN is as wrong as anything.
-            bound: the largest error that is right.
-            capturable: whether it can be captured in a CUDA graph.
-            is_step: whether it is a whole pass of a layer, of which eager time and memory are kept
-                beside the time.
-            versions: of the contender's packages; those of a peer ``Options.competing`` adds.
+        prepare: may raise whatever its library raises: that is reported, and nobody else is
+            disturbed.
+        error: relative error of what a call returned; NaN is as wrong as anything.
+        bound: the largest error that is right.
+        capturable: whether it can be captured in a CUDA graph.
+        is_step: whether it is a whole pass of a layer, of which eager time and memory are kept
+            beside the time.
+        versions: of the contender's packages; those of a peer ``Options.competing`` adds.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Contender:
     bound: float = 0.0
     bytes: float | None = None
     flops: float | None = None
-    what: str = "time"
+    quantity: str = "time"
     capturable: bool = True
     is_step: bool = False
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -49,12 +49,12 @@ class Contender:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        return self.name, self.format, self.what
+        return self.name, self.format, self.quantity
 
 
-def unchecked(name: str, text: str, run: Run, what: str = "time") -> Contender:
+def unchecked(name: str, text: str, run: Run, quantity: str = "time") -> Contender:
     """One of whose result nothing is to be checked: it is measured for something else."""
-    return Contender(name, text, lambda: run, lambda got: 0.0, what=what)
+    return Contender(name, text, lambda: run, lambda got: 0.0, quantity=quantity)
 
 
 def always(found: list[Contender]) -> Callable[[int], list[Contender]]:

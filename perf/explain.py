@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from cute_kernels.gemm.problem import N_ALIGN
-from grouped.debug.lens import aligned
+from cute_kernels.kernels.gemm.common.problem import N_ALIGN
+from grouped.inspect.inspector import aligned
 from grouped.recipes import Recipe
 
 from .cases import ROUTINGS, split_rows
@@ -43,15 +43,15 @@ class Plan:
     """What is predicted of a recipe.
 
     Attributes:
-            times: of ``serving``, a forward pass in ``eval()``; of training ``forward``,
-                    ``backward``, both as ``step``, and ``weight kept``: a step that does not
-                    quantize the weights.
-            bounds: share of a step's time by what bounds its kernels, largest first.
-            kernels: of a step: name, milliseconds, what bounds it.
-            memory: bytes, see ``planner.layer``.
-            basis: ``"fitted"`` if all of its kernels were measured on this GPU, or
-                ``"prediction"``.
-            missing: why the package does not run it there yet; empty if it does.
+        times: of ``serving``, a forward pass in ``eval()``; of training ``forward``,
+            ``backward``, both as ``step``, and ``weight kept``: a step that does not
+            quantize the weights.
+        bounds: share of a step's time by what bounds its kernels, largest first.
+        kernels: of a step: name, milliseconds, what bounds it.
+        memory: bytes, see ``planner.layer``.
+        basis: ``"fitted"`` if all of its kernels were measured on this GPU, or
+            ``"prediction"``.
+        missing: why the package does not run it there yet; empty if it does.
     """
 
     times: Mapping[str, Time]

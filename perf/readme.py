@@ -63,7 +63,9 @@ class _Renderer:
     def _cell(self, row: Row, column: Column) -> tuple[str, Record | None]:
         """The text of a cell, and the record that it is of; empty where there is none."""
         wanted = {**row.where, **column.cell.where}
-        lost, last = (newest(self._records, {**wanted, **more}) for more in ({"what": FAILURE}, {}))
+        lost, last = (
+            newest(self._records, {**wanted, **more}) for more in ({"quantity": FAILURE}, {})
+        )
         if lost is not None and (last is None or last.time < lost.time):
             return "failed", lost
         found = self._number(row, column.cell)
@@ -149,7 +151,7 @@ def replace_tables(text: str, records: Sequence[Record]) -> str:
     """The README with its tables written anew.
 
     Raises:
-            ValueError: it has a table that ``TABLES`` does not, or lacks one.
+        ValueError: it has a table that ``TABLES`` does not, or lacks one.
     """
     names = [found["name"] for found in _BLOCK.finditer(text)]
     if sorted(names) != sorted(TABLES):

@@ -1,27 +1,26 @@
-"""The one form of a measurement, in memory and on disk.
+"""Records of measurements, in memory and on disk.
 
-A ``Record`` is one number with everything that it depends on. A file holds JSON lines: records
-without the fields that have their default, as a run appends them, and tables of many records,
-``{"columns": {"suite": [...], "case.rows": [...]}}``, with null where a record has no such field,
-which are smaller. ``cat`` joins files. A file whose name ends in ``.xz`` is compressed.
+A ``Record`` is one number with everything that it depends on. A file holds JSON lines, one record
+per line, in the order of the fields of ``Record`` and without the fields that have their default
+value. ``cat`` joins files, and ``git diff`` shows which records changed.
 """
 
 import dataclasses
 import json
-import lzma
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from .roofs import impossible
 from .traffic import work_of
 
-#: Version of the form. Records of version 1 are read as well: there the work of a layer's pass was
-#: that of its case. It is derived anew for the contender. A reader refuses any other version.
-SCHEMA = 2
-_OLD_SCHEMA = 1
+#: Version of the file format that is written. Older versions are read, too: version 2 calls the
+#: field ``quantity`` ``what``; version 1 does as well, and its work of a layer's pass was that of
+#: the case instead of the contender, so it is derived again. Any other version is refused.
+SCHEMA = 3
+_OLD_SCHEMAS = (1, 2)
 #: What ran: a GPU, the reference backend on a CPU, or the emulator. They never share a table.
 KINDS = ("gpu", "cpu", "emulator")
 #: Where a number is from: ``perf run``; a record of the scripts before it; a text whose raw record
@@ -36,44 +35,42 @@ ENOUGH_RUNS = 3
 #: The records of this repository.
 RESULTS = Path(__file__).parent / "results"
 
-_COLUMNS = "columns"
-
 
 @dataclasses.dataclass(frozen=True)
 class Record:
     """One measured number.
 
     Attributes:
-            suite: which suite measured it.
-            case: what was done: shapes, routing, pass. Contenders with equal cases compete.
-            contender: who did it: ``"ours"``, ``"torch"``, or a variant: ``"ours, tile 256x64"``.
-            format: the text of a format, both operands as ``"nvfp4:row_scaled x nvfp4"``, the name
-                    of a recipe, or ``"bfloat16"``.
-            what: ``"time"``, ``"warp instructions"``, ``"rate"``.
-            value: the number; of repeated measurements their median.
-            unit: of value and spread; ``"1"`` for a count or a ratio.
-            protocol: how it was measured, such as ``"sustained, L2-cold"``.
-            spread: largest minus smallest of the ``repeats``; None if it was not kept.
-            error: relative error that the check before the measurement found; 0 if the bits are
-                    equal, None if only a wrong result would have been noticed.
-            bytes: least bytes that this contender moves: each input read once, in the form that the
-                    contender has it in, each output written once. What a pass of a layer makes for
-                    itself ``perf.traffic`` says.
-            flops: useful operations; padding is none.
-            ceilings: rates of the same run that nothing exceeds: ``"copy"`` and ``"read"`` in TB/s,
-                    ``"bfloat16"`` and ``"fp8"`` (dense products) in TFLOP/s.
-            gpu: its name, or what is emulated.
-            machine: the host's processor.
-            clocks: MHz: ``"sm"`` and ``"memory"`` while it was measured, ``"sm max"``.
-            power: watts: ``"draw"`` while it was measured, ``"limit"``.
-            versions: of packages: torch, cuda, the CuTe DSL, and the contender's own.
-            time: when, UTC, ISO 8601; a date alone where no more is known.
+        suite: which suite measured it.
+        case: what was done: shapes, routing, pass. Contenders with equal cases compete.
+        contender: who did it: ``"ours"``, ``"torch"``, or a variant: ``"ours, tile 256x64"``.
+        format: the text of a format, both operands as ``"nvfp4:row_scaled x nvfp4"``, the name
+            of a recipe, or ``"bfloat16"``.
+        quantity: ``"time"``, ``"warp instructions"``, ``"rate"``.
+        value: the number; of repeated measurements their median.
+        unit: of value and spread; ``"1"`` for a count or a ratio.
+        protocol: how it was measured, such as ``"sustained, L2-cold"``.
+        spread: largest minus smallest of the ``repeats``; None if it was not kept.
+        error: relative error that the check before the measurement found; 0 if the bits are
+            equal, None if only a wrong result would have been noticed.
+        bytes: least bytes that this contender moves: each input read once, in the form that the
+            contender has it in, each output written once. What a pass of a layer makes for
+            itself ``perf.traffic`` says.
+        flops: useful operations; padding is none.
+        ceilings: rates of the same run that nothing exceeds: ``"copy"`` and ``"read"`` in TB/s,
+            ``"bfloat16"`` and ``"fp8"`` (dense products) in TFLOP/s.
+        gpu: its name, or what is emulated.
+        machine: the host's processor.
+        clocks: MHz: ``"sm"`` and ``"memory"`` while it was measured, ``"sm max"``.
+        power: watts: ``"draw"`` while it was measured, ``"limit"``.
+        versions: of packages: torch, cuda, the CuTe DSL, and the contender's own.
+        time: when, UTC, ISO 8601; a date alone where no more is known.
     """
 
     suite: str
     case: Mapping[str, Any]
     contender: str
-    what: str
+    quantity: str
     value: float
     unit: str
     kind: str
@@ -105,8 +102,10 @@ class Record:
                     f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}"
                 )
         if isinstance(self.value, bool) or not math.isfinite(self.value):
-            raise ValueError(f"value must be a finite number, got {self.value!r} for {self.what}")
-        for name in ("suite", "contender", "what", "unit"):
+            raise ValueError(
+                f"value must be a finite number, got {self.value!r} for {self.quantity}"
+            )
+        for name in ("suite", "contender", "quantity", "unit"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty")
         for name, entry in self.case.items():
@@ -117,7 +116,7 @@ class Record:
     def key(self) -> tuple[Any, ...]:
         """What two measurements of one thing have in common, on whatever commit and day."""
         case = tuple(sorted((name, str(value)) for name, value in self.case.items()))
-        names = (self.suite, self.contender, self.format, self.what, self.unit)
+        names = (self.suite, self.contender, self.format, self.quantity, self.unit)
         return (*names, self.kind, self.gpu or self.machine, self.protocol, case)
 
     @property
@@ -134,11 +133,11 @@ class Record:
         """The value as time.
 
         Raises:
-                ValueError: it is no time.
+            ValueError: it is no time.
         """
         factors = {"us": 1.0, "ms": 1e3, "s": 1e6}
         if self.unit not in factors:
-            raise ValueError(f"{self.what} in {self.unit} is no time")
+            raise ValueError(f"{self.quantity} in {self.unit} is no time")
         return self.value * factors[self.unit]
 
     @property
@@ -178,102 +177,70 @@ def merged(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _text(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False) + "\n"
-
-
-def _open(path: Path, mode: str) -> IO[str]:
-    if path.suffix != ".xz":
-        return path.open(mode, encoding="utf-8")
-    opener: Any = lzma.open
-    filters = (
-        [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}]
-        if "w" in mode
-        else None
-    )
-    return opener(path, mode, filters=filters, encoding="utf-8")
-
-
-def _cells(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields by name; of those that are objects each entry by itself."""
-    return {
-        f"{name}.{entry}" if entry else name: cell
-        for name, value in plain.items()
-        for entry, cell in (value.items() if isinstance(value, dict) else [("", value)])
-    }
-
-
-def _rows(columns: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    for cells in zip(*columns.values(), strict=True):
-        row: dict[str, Any] = {"case": {}}
-        for name, cell in zip(columns, cells, strict=True):
-            field, dot, entry = name.partition(".")
-            if cell is not None:
-                row = merged(row, {field: {entry: cell} if dot else cell})
-        yield row
+def _line(record: Record) -> str:
+    return json.dumps(_plain(record), ensure_ascii=False) + "\n"
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """Write a file of records, one table of all."""
-    rows = [_cells(_plain(record)) for record in records]
-    names = dict.fromkeys(name for row in rows for name in row)
-    with _open(path, "wt") as file:
-        file.write(_text({_COLUMNS: {name: [row.get(name) for row in rows] for name in names}}))
+    """Write a file of records, one record per line."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(map(_line, records))
 
 
-def _upgraded(row: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a record in the form of ``SCHEMA``."""
-    if row.get("schema") != _OLD_SCHEMA:
-        return row
-    work = work_of(row) if is_whole(row["what"], row["unit"]) else None
-    return {**row, "schema": SCHEMA} | (
-        {} if work is None else {"bytes": work.bytes, "flops": work.flops}
-    )
+def _upgraded(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record of any readable version in the form of ``SCHEMA``."""
+    version = row.get("schema")
+    if version not in _OLD_SCHEMAS:
+        return dict(row)
+    fields = {("quantity" if name == "what" else name): value for name, value in row.items()}
+    fields["schema"] = SCHEMA
+    if version == 1 and is_whole(fields["quantity"], fields["unit"]):
+        work = work_of(fields)
+        if work is not None:
+            fields |= {"bytes": work.bytes, "flops": work.flops}
+    return fields
 
 
-def is_whole(what: str, unit: str) -> bool:
+def is_whole(quantity: str, unit: str) -> bool:
     """Tell whether a quantity is of all the work of a contender: a time or a count, and no part of
     the time.
     """
-    return what in _WHOLE_TIMES or (unit == "1" and what != FAILURE)
+    return quantity in _WHOLE_TIMES or (unit == "1" and quantity != FAILURE)
 
 
 def read(path: Path) -> list[Record]:
     """The records of a file.
 
     Raises:
-            ValueError: a line is no record; it says which.
+        ValueError: a line is no record; it says which.
     """
     records: list[Record] = []
-    number = 0
-    with _open(path, "rt") as file:
-        try:
-            for number, line in enumerate(file, 1):  # noqa: B007, it is in the message
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
                 if line.strip():
-                    value = json.loads(line)
-                    rows = _rows(value[_COLUMNS]) if _COLUMNS in value else [value]
-                    records += [Record(**_upgraded(row)) for row in rows]
-        except (AttributeError, EOFError, KeyError, TypeError, ValueError, lzma.LZMAError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
+                    records.append(Record(**_upgraded(json.loads(line))))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
     return records
 
 
 def load(*paths: Path) -> list[Record]:
-    """The records of files, and of the ``*.jsonl`` and ``*.jsonl.xz`` files in folders.
+    """The records of files, and of the ``*.jsonl`` files in folders.
 
     Raises:
-            FileNotFoundError: there is no such path.
-            ValueError: a record is faster than its GPU can be, see ``perf.roofs``; it says which.
+        FileNotFoundError: there is no such path.
+        ValueError: a record is faster than its GPU can be, see ``perf.roofs``; it says which.
     """
     records = []
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"there are no records at {path}")
-        for file in sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]:
+        for file in sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]:
             for record in read(file):
                 if reason := impossible(record):
                     raise ValueError(
-                        f"{file}: {record.title} {record.what} {record.value:g} {record.unit}: {reason}"
+                        f"{file}: {record.title} {record.quantity} {record.value:g} {record.unit}: {reason}"
                     )
                 records.append(record)
     return records
@@ -310,4 +277,4 @@ def append(path: Path | None, records: Sequence[Record]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(_text(_plain(record)) for record in records)
+            file.writelines(map(_line, records))

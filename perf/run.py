@@ -148,7 +148,7 @@ def _measure_batch(
 
 def _record(task: Task, one: _Checked, own: dict[str, Any], facts: dict[str, Any]) -> Record:
     contender, fields = one.contender, merged(facts, own)
-    is_all = own["what"] == contender.what or is_whole(own["what"], own["unit"])
+    is_all = own["quantity"] == contender.quantity or is_whole(own["quantity"], own["unit"])
     if contender.versions:
         fields["versions"] = {**facts.get("versions", {}), **contender.versions}
     return Record(
@@ -243,7 +243,7 @@ def _print(records: Iterable[Record]) -> None:
         spread = "" if not record.spread else f" +- {record.spread / 2:.2g}"
         unit = "" if record.unit == "1" else f" {record.unit}"
         lines.setdefault(record.title, []).append(
-            f"{record.what} {record.value:.6g}{spread}{unit}{_shares(record)}"
+            f"{record.quantity} {record.value:.6g}{spread}{unit}{_shares(record)}"
         )
     for title, texts in lines.items():
         print(f"{title} {', '.join(texts)}", flush=True)
@@ -273,7 +273,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
     """What the command line asks of suites.
 
     Raises:
-            ValueError: a path that is not PEER=FOLDER.
+        ValueError: a path that is not PEER=FOLDER.
     """
     paths = {}
     for item in arguments.path:

@@ -66,8 +66,8 @@ class Table:
 _H200 = {"kind": "gpu", "gpu": "NVIDIA H200"}
 
 
-def _of(what: str, digits: int = 0, scale: float = 1.0, unit: str = "", **where: Any) -> Cell:
-    return Cell({"what": what, **where}, "value", scale, digits, unit)
+def _of(quantity: str, digits: int = 0, scale: float = 1.0, unit: str = "", **where: Any) -> Cell:
+    return Cell({"quantity": quantity, **where}, "value", scale, digits, unit)
 
 
 def _time(**where: Any) -> Cell:
@@ -97,8 +97,8 @@ _DEMO = Table(
 _GIB = 2.0**-30
 
 
-def _bytes(what: str, model: str) -> Cell:
-    return _of(what, 2, _GIB, model=model)
+def _bytes(quantity: str, model: str) -> Cell:
+    return _of(quantity, 2, _GIB, model=model)
 
 
 _MEMORY = Table(
@@ -149,8 +149,8 @@ _QUANTIZERS = (
 )
 
 
-def _each(what: str, digits: int = 2) -> Cell:
-    return _of(what, digits, 1 / _ELEMENTS)
+def _each(quantity: str, digits: int = 2) -> Cell:
+    return _of(quantity, digits, 1 / _ELEMENTS)
 
 
 _COUNT_QUANTIZE = Table(
@@ -198,7 +198,7 @@ _COUNT_GEMM = Table(
         Column(
             "MMA work / useful",
             _of("MMA operations", 2),
-            over=Cell({"what": "MMA operations"}, show="flops"),
+            over=Cell({"quantity": "MMA operations"}, show="flops"),
         ),
         Column("TMA load MB", _of("bytes read by TMA", scale=1e-6, digits=1)),
         Column(
@@ -242,7 +242,10 @@ _QUANTIZE = Table(
             f"{_COMPILED}, row-scaled", "nvfp4:row_scaled", "row", "computed", contender=_COMPILED
         ),
     ),
-    (Column("us", _time()), Column("share of a copy's rate", Cell({"what": "time"}, show="copy"))),
+    (
+        Column("us", _time()),
+        Column("share of a copy's rate", Cell({"quantity": "time"}, show="copy")),
+    ),
     {**_H200, "suite": "quantize", "rows": 65536, "cols": 7168, "groups": 8},
     "Share: each input read and each output written once, over the rate of a copy kernel.",
 )

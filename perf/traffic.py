@@ -36,9 +36,9 @@ class Work:
     """The least work of a call.
 
     Attributes:
-            flops: useful operations; padding is none.
-            once: bytes that come from memory or go there.
-            reused: bytes of each tensor that the call itself writes and reads again.
+        flops: useful operations; padding is none.
+        once: bytes that come from memory or go there.
+        reused: bytes of each tensor that the call itself writes and reads again.
     """
 
     flops: float
@@ -104,7 +104,7 @@ def recipe_of(name: str) -> recipes.Recipe:
     """The recipe of a record of layers.
 
     Raises:
-            ValueError: ``name`` is no recipe of this package or of a peer.
+        ValueError: ``name`` is no recipe of this package or of a peer.
     """
     known = _PEERS.get(name, name)
     if known not in recipes.NAMES:
@@ -125,15 +125,15 @@ def layer_work(
     """The work of a pass of a layer, an MLP or a mixture of experts.
 
     Args:
-            case: as in ``Record``, of the suites ``layer`` and ``moe``.
-            contender: ``", weight kept"`` says that weights were quantized before.
-            recipe: name of the recipe.
-            seed: of the routing.
-            own: what a model has that others do not; by default that of ``OWN`` where ``scope`` is
-                ``"model"``.
+        case: as in ``Record``, of the suites ``layer`` and ``moe``.
+        contender: ``", weight kept"`` says that weights were quantized before.
+        recipe: name of the recipe.
+        seed: of the routing.
+        own: what a model has that others do not; by default that of ``OWN`` where ``scope`` is
+            ``"model"``.
 
     Raises:
-            ValueError: ``recipe`` is no recipe.
+        ValueError: ``recipe`` is no recipe.
     """
     if own is None:
         own = OWN[case["model"]] if case.get("scope") == "model" else {}

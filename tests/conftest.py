@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_kernels.capability import UnsupportedError
-from cute_kernels.emulator import BuildError
+from ptx_emulator import BuildError
 from tests.helpers import has_compiler
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
@@ -32,6 +32,30 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", inductor_cache())
 
 # The tensors of tests are small: more threads would only wait for each other.
 torch.set_num_threads(1)
+
+
+def _required_markers(item):
+    """Yield the markers that a test's folder, fixtures and parameters imply."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    names_emulator = any(
+        isinstance(value, str) and value.startswith("emulated:") for value in parameters.values()
+    )
+    runs_on_gpu = parameters.get("device") == "cuda"
+    is_kernel_test = Path(__file__).with_name("kernels") in item.path.parents
+    if names_emulator or "engine" in item.fixturenames or (is_kernel_test and not runs_on_gpu):
+        yield "emulated"
+    if "fresh_dynamo" in item.fixturenames:
+        yield "compile"
+    if runs_on_gpu:
+        yield "gpu"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the tests whose folder, fixtures or parameters tell what they need."""
+    for item in items:
+        for name in _required_markers(item):
+            item.add_marker(name)
 
 
 @pytest.fixture(autouse=True)

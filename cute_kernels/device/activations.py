@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.activations import Activation, Numbers, alpha_of, curve_of, formula_of
+from cute_kernels.formats.activations import Activation, Numbers, alpha_of, curve_of, formula_of
 
 from .convert import pack_words, unpack_words
 from .memory import load_shared, store_shared
@@ -301,8 +301,8 @@ def activated(
     ``by_factor`` the sigmoids are given last.
 
     Returns:
-            As many elements; of the gradient of a gated activation those of A, and those of B.
-            Values last.
+        As many elements; of the gradient of a gated activation those of A, and those of B.
+        Values last.
     """
     width = 2 if arch == "sm_100a" else 1
     with_value = with_value or not is_gradient

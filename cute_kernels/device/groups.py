@@ -78,8 +78,8 @@ class Grouping:
         """What slot tile ``tile`` holds, one before ``tiles_to_last()``.
 
         Returns:
-                Its group, the matrix row of its first row, and how many rows it holds, at most 128;
-                not above 0 if none.
+            Its group, the matrix row of its first row, and how many rows it holds, at most 128;
+            not above 0 if none.
         """
         if self.offs is None:
             return _seek_uniform(self.rows_each, self.tiles_each(), tile)[1:]
@@ -95,8 +95,8 @@ class Grouping:
         ``hint`` is the group that an earlier, lower tile was found in, or 0.
 
         Returns:
-                The tile, its group, the matrix row of its first row, and how many rows it holds: 1
-                to 128. Past the last group the tile is ``num_tiles()`` and the rest means nothing.
+            The tile, its group, the matrix row of its first row, and how many rows it holds: 1
+            to 128. Past the last group the tile is ``num_tiles()`` and the rest means nothing.
         """
         if self.offs is None:
             return _seek_uniform(self.rows_each, self.tiles_each(), tile)

@@ -31,11 +31,11 @@ class BufferSpec(NamedTuple):
     """One tensor that an op writes.
 
     Attributes:
-            shape: its shape.
-            dtype: its dtype.
-            pitch: elements from one row to the next; None if contiguous.
-            zeroed: a fresh one reads as zeros wherever the op does not write. Elsewhere what is not
-                    written is unspecified (the reference backend gives zeros there, too).
+        shape: its shape.
+        dtype: its dtype.
+        pitch: elements from one row to the next; None if contiguous.
+        zeroed: a fresh one reads as zeros wherever the op does not write. Elsewhere what is not
+            written is unspecified (the reference backend gives zeros there, too).
     """
 
     shape: tuple[int, ...]
@@ -70,9 +70,9 @@ class MemberPart(NamedTuple):
     """One member's part of a flat buffer of groups that have shapes of their own.
 
     Attributes:
-            spec: what it is: the buffer of a uniform tensor of this one group, (1, ...).
-            start: entry of the flat buffer at which it starts.
-            end: entry at which the next member's part starts.
+        spec: what it is: the buffer of a uniform tensor of this one group, (1, ...).
+        start: entry of the flat buffer at which it starts.
+        end: entry at which the next member's part starts.
     """
 
     spec: BufferSpec
@@ -100,26 +100,26 @@ def buffers(
     """The buffers of a quantized tensor by name, in the order of ``fmt.buffer_names``.
 
     Args:
-            fmt: the format.
-            shape: (T, K) of a ragged tensor, (G, N, K) of a uniform one, or (capacity,) with
-                ``shapes``.
-            num_groups: G of a ragged tensor; None if uniform, or with ``shapes``.
-            rowwise: the copy with blocks along K is there.
-            columnwise: the copy with blocks along the rows of each group is there. Its buffers end
-                    in ``_t``. Its rows lie in slots (``slots``): P = 128 * tiles of them for a
-                    ragged tensor, and as many for each group of a uniform one, whose buffers have G
-                    as first dimension.
-            shapes: (m, n) of each member, where the last dimension varies or both do.
+        fmt: the format.
+        shape: (T, K) of a ragged tensor, (G, N, K) of a uniform one, or (capacity,) with
+            ``shapes``.
+        num_groups: G of a ragged tensor; None if uniform, or with ``shapes``.
+        rowwise: the copy with blocks along K is there.
+        columnwise: the copy with blocks along the rows of each group is there. Its buffers end
+            in ``_t``. Its rows lie in slots (``slots``): P = 128 * tiles of them for a
+            ragged tensor, and as many for each group of a uniform one, whose buffers have G
+            as first dimension.
+        shapes: (m, n) of each member, where the last dimension varies or both do.
 
     Returns:
-            Rowwise codes are (T, K) elements, packed, in rows that TMA can take. Columnwise ones
-            are (K, P) if transposed and (P, K) if not. Block scales in 128x4 tiles are (P / 128,
-            tiles along K, 512) and (ceil(K / 128), tiles along P, 512); MN-major ones (blocks along
-            K, P) and (P / block, K), or (P / 128, blocks along K) of square blocks in both. A
-            vector of the second level has one number a group or a row.
+        Rowwise codes are (T, K) elements, packed, in rows that TMA can take. Columnwise ones
+        are (K, P) if transposed and (P, K) if not. Block scales in 128x4 tiles are (P / 128,
+        tiles along K, 512) and (ceil(K / 128), tiles along P, 512); MN-major ones (blocks along
+        K, P) and (P / block, K), or (P / 128, blocks along K) of square blocks in both. A
+        vector of the second level has one number a group or a row.
 
-            With ``shapes`` every buffer is flat: the parts of the members one after the other, as
-            ``member_parts`` has them. The capacity counts for none of them.
+        With ``shapes`` every buffer is flat: the parts of the members one after the other, as
+        ``member_parts`` has them. The capacity counts for none of them.
     """
     if shapes is not None:
         parts = member_parts(fmt, shapes, rowwise=rowwise, columnwise=columnwise)
@@ -141,7 +141,7 @@ def buffers(
         ]
         if fmt.scale is not None:
             specs.append(_scales(fmt, batch, tiles, cols, is_columnwise))
-        level = fmt.level(is_columnwise)
+        level = fmt.global_scale_for(is_columnwise)
         if level is not None:
             vector = tuple(rows) if level.per == "row" else (groups,)
             specs += [BufferSpec(vector, torch.float32)] * len(level.buffers)
@@ -160,7 +160,7 @@ def member_parts(
     of the second level have no gaps: (G,), or one entry for each row of each member.
 
     Returns:
-            The parts in the order of the members, by the name of the buffer.
+        The parts in the order of the members, by the name of the buffer.
     """
     of_members = [
         buffers(fmt, (1, *shape), None, rowwise=rowwise, columnwise=columnwise) for shape in shapes
@@ -178,7 +178,7 @@ def member_parts(
 
 
 def _vectors(fmt: Format) -> set[str]:
-    levels = ((way, fmt.level(way)) for way in (False, True))
+    levels = ((way, fmt.global_scale_for(way)) for way in (False, True))
     return {
         name
         for way, level in levels

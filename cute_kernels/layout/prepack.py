@@ -25,14 +25,14 @@ def prepack(codes: Tensor) -> Tensor:
     """Put the bits of codes into the order of ``PREPACKED_BITS``.
 
     Args:
-            codes: (..., K / 2) uint8, rows of whole blocks of 16 codes.
+        codes: (..., K / 2) uint8, rows of whole blocks of 16 codes.
 
     Returns:
-            A tensor of the same shape and strides.
+        A tensor of the same shape and strides.
 
     Raises:
-            TypeError: the codes are not uint8.
-            ValueError: their rows are not whole blocks, or not contiguous.
+        TypeError: the codes are not uint8.
+        ValueError: their rows are not whole blocks, or not contiguous.
     """
     return _moved(codes, _CANONICAL_BITS, PREPACKED_BITS)
 

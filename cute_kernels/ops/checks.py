@@ -21,9 +21,9 @@ class EndRowChecks:
     """Process-wide settings of ``check_end_rows_of``.
 
     Attributes:
-            reads_cpu: values of CPU tensors are checked on the host.
-            recorder: called with offs and the number of rows for each tensor on another device, or
-                None.
+        reads_cpu: values of CPU tensors are checked on the host.
+        recorder: called with offs and the number of rows for each tensor on another device, or
+            None.
     """
 
     reads_cpu = True

@@ -14,14 +14,14 @@ def refuse_derivatives(op: str, tensors: Iterable[tuple[str, object]], remedy: s
     """Raise where writing into a given tensor would lose a derivative, as torch's functions do.
 
     Args:
-            op: what writes, for the message.
-            tensors: operands and outputs by name; what is no tensor is passed over.
-            remedy: what to do instead of detaching.
+        op: what writes, for the message.
+        tensors: operands and outputs by name; what is no tensor is passed over.
+        remedy: what to do instead of detaching.
 
     Raises:
-            RuntimeError: one of ``tensors`` requires a gradient, or a level of forward-mode AD is
-                    open, whose tangents cannot all be seen from here (those of ``torch.func.jvp``
-                    cannot).
+        RuntimeError: one of ``tensors`` requires a gradient, or a level of forward-mode AD is
+            open, whose tangents cannot all be seen from here (those of ``torch.func.jvp``
+            cannot).
     """
     if forward_ad._current_level >= 0:
         raise RuntimeError(f"{op} has no derivative in forward mode: {remedy}, or leave the level")

@@ -63,18 +63,18 @@ def m_grouped_gemm(
     Rows of empty groups and of the tail are not written.
 
     Args:
-            a: (T, K), plain or a rowwise ragged copy; of other rows if it has an index.
-            b: (G, N, K), or (G, K, N) with ``transpose_b``; or the copy of a uniform tensor whose
-                    blocks run along K, whose padding past K is left out.
-            groups: where the groups lie.
-            out: (T, N), any floating dtype.
-            transpose_b: contract over the second dimension of a plain B.
-            alpha: (G,) fp32.
-            bias: (G, N).
-            accumulate: add to what ``out`` holds.
-            tensor_core: None, or the architecture whose tensor core gives the accumulator's bits.
-            split: where the operands have no block scales, and that matters to the tensor core,
-                    sums move to fp32 every 128 of K.
+        a: (T, K), plain or a rowwise ragged copy; of other rows if it has an index.
+        b: (G, N, K), or (G, K, N) with ``transpose_b``; or the copy of a uniform tensor whose
+            blocks run along K, whose padding past K is left out.
+        groups: where the groups lie.
+        out: (T, N), any floating dtype.
+        transpose_b: contract over the second dimension of a plain B.
+        alpha: (G,) fp32.
+        bias: (G, N).
+        accumulate: add to what ``out`` holds.
+        tensor_core: None, or the architecture whose tensor core gives the accumulator's bits.
+        split: where the operands have no block scales, and that matters to the tensor core,
+            sums move to fp32 every 128 of K.
     """
     adder = Adder(tensor_core, "b", split)
     first_tile = groups.first_tile.tolist()

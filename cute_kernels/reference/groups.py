@@ -14,12 +14,12 @@ class Groups:
     """Rows and slots of G groups in a matrix of ``num_rows`` rows.
 
     Attributes:
-            starts: (G,) int64, first row of each group.
-            rows: (G,) int64, rows of each group.
-            first_tile: (G,) int64, first slot tile of each group.
-            num_rows: rows of the matrix, the tail included.
-            num_tiles: tiles of the slot buffer.
-            is_uniform: every group has the same number of rows and of tiles.
+        starts: (G,) int64, first row of each group.
+        rows: (G,) int64, rows of each group.
+        first_tile: (G,) int64, first slot tile of each group.
+        num_rows: rows of the matrix, the tail included.
+        num_tiles: tiles of the slot buffer.
+        is_uniform: every group has the same number of rows and of tiles.
     """
 
     starts: Tensor
@@ -85,8 +85,8 @@ class Groups:
         """The slot tiles that belong to a group.
 
         Returns:
-                tile (U,), group (U,) and row (U, 128), all int64. ``row`` is the matrix row held by
-                each slot row, or -1 in the padding of a group's last tile.
+            tile (U,), group (U,) and row (U, 128), all int64. ``row`` is the matrix row held by
+            each slot row, or -1 in the padding of a group's last tile.
         """
         device = self.starts.device
         tiles = (self.rows + TILE_ROWS - 1) // TILE_ROWS

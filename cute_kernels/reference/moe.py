@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..activations import Activation
+from ..formats.activations import Activation
 from ..layout.slots import TILE_ROWS
 from .activations import activate as activate_elements
 from .activations import activate_gradient as gradient_of_elements
@@ -17,11 +17,11 @@ def compute_routing(
     """Sort pairs of a token and an expert by expert, those of one expert in the order of tokens.
 
     Args:
-            expert_ids: (T, k); what is not in [0, E) is no expert.
-            offs: (E,) written: the end row of each expert.
-            token: (T * k,) written: the token of each row, -1 in the tail.
-            pair: (T * k,) written: t * k + j of each row, -1 in the tail.
-            row: (T, k) written: the row of each pair, -1 of those without an expert.
+        expert_ids: (T, k); what is not in [0, E) is no expert.
+        offs: (E,) written: the end row of each expert.
+        token: (T * k,) written: the token of each row, -1 in the tail.
+        pair: (T * k,) written: t * k + j of each row, -1 in the tail.
+        row: (T, k) written: the row of each pair, -1 of those without an expert.
     """
     experts, ids = offs.shape[0], expert_ids.flatten().long()
     routed = (ids >= 0) & (ids < experts)

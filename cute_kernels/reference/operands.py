@@ -16,9 +16,9 @@ class Rows(NamedTuple):
     """Rows that a product contracts.
 
     Attributes:
-            codes: (R, K), packed where codes share bytes; or plain values.
-            fmt: the format; None if plain.
-            scales: (R, ceil(K / block)) block scales as they are stored; None where there are none.
+        codes: (R, K), packed where codes share bytes; or plain values.
+        fmt: the format; None if plain.
+        scales: (R, ceil(K / block)) block scales as they are stored; None where there are none.
     """
 
     codes: Tensor
@@ -57,14 +57,14 @@ class Operand(NamedTuple):
     """One operand of a product: a plain tensor, or one direction of a quantized one.
 
     Attributes:
-            codes: the plain values, or the codes.
-            fmt: the format; None if plain.
-            scales: the block scales.
-            level: the vector of the second level that decodes.
-            columnwise: it is the columnwise copy.
-            row_index: which of its rows are the rows of the product, where that is not all of them
-                    in their order: those of a plain tensor, or of a rowwise copy of one group. One
-                    that is none of them stands for zeros.
+        codes: the plain values, or the codes.
+        fmt: the format; None if plain.
+        scales: the block scales.
+        level: the vector of the second level that decodes.
+        columnwise: it is the columnwise copy.
+        row_index: which of its rows are the rows of the product, where that is not all of them
+            in their order: those of a plain tensor, or of a rowwise copy of one group. One
+            that is none of them stands for zeros.
     """
 
     codes: Tensor
@@ -76,7 +76,7 @@ class Operand(NamedTuple):
 
     def factor(self, group: int, rows: slice) -> Tensor | None:
         """The second level of a group, or of rows of it, as the epilogue multiplies by it."""
-        second = None if self.fmt is None else self.fmt.level(self.columnwise)
+        second = None if self.fmt is None else self.fmt.global_scale_for(self.columnwise)
         if second is None or self.level is None:
             return None
         if second.per != "row":

@@ -17,12 +17,12 @@ def philox4x32(
     """Four random words of each counter.
 
     Args:
-            counter: int64 tensors of words in [0, 2^32) that broadcast together, the lowest first.
-            key: likewise.
-            rounds: 10 in most libraries; 7 are the fewest that the paper calls Crush-resistant.
+        counter: int64 tensors of words in [0, 2^32) that broadcast together, the lowest first.
+        key: likewise.
+        rounds: 10 in most libraries; 7 are the fewest that the paper calls Crush-resistant.
 
     Returns:
-            (..., 4) int64 words in [0, 2^32).
+        (..., 4) int64 words in [0, 2^32).
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key

@@ -82,7 +82,7 @@ def linear_scales(fmt: Format, tiles: Tensor, columnwise: bool, cols: int) -> Te
     """Undo ``lay_scales``: tiles that were taken from ``tile_view`` by an index, of K = ``cols``.
 
     Returns:
-            (t, 128, ceil(K / block)) or (t, K, 128 / block).
+        (t, 128, ceil(K / block)) or (t, K, 128 / block).
     """
     scale = _scale_of(fmt)
     vec = scale.vec_size

@@ -90,13 +90,13 @@ class _Adder:
     """How one instruction adds.
 
     Attributes:
-            k: products of one instruction.
-            term: neighbouring products that are added exactly before they are aligned.
-            fraction_bits: F, what is kept of a term below 2^E.
-            accumulator_bits: fraction bits of an fp32 accumulator.
-            fp16: whether the accumulator may be fp16.
-            zero_exponent: exponent of a zero factor or accumulator.
-            negative_zero: whether a negative sum that is cut to zero is -0.
+        k: products of one instruction.
+        term: neighbouring products that are added exactly before they are aligned.
+        fraction_bits: F, what is kept of a term below 2^E.
+        accumulator_bits: fraction bits of an fp32 accumulator.
+        fp16: whether the accumulator may be fp16.
+        zero_exponent: exponent of a zero factor or accumulator.
+        negative_zero: whether a negative sum that is cut to zero is -0.
     """
 
     k: int
@@ -154,23 +154,23 @@ def tensor_core_gemm(
     """A B^T with the bits of ``arch``'s tensor core, over all of K in ascending order.
 
     Args:
-            arch: ``"sm_90a"`` or ``"sm_100a"``.
-            a: (M, K) fp16, bf16, fp32 (read as tf32: the low 13 bits are ignored), float8_e4m3fn or
-                    float8_e5m2; or (M, K / 2) uint8, packed E2M1 codes, the even index in the low
-                    nibble.
-            b: (N, K) or (N, K / 2), likewise; of the dtype of ``a``, but E4M3 and E5M2 may be
-                mixed.
-            a_scales: block scales (M, ceil(K / 32)) float8_e8m0fnu for FP8 and E2M1, or (M, ceil(K
-                    / 16)) float8_e4m3fn for E2M1, whose sign bit is ignored.
-            b_scales: likewise for ``b``.
-            acc: (M, N) accumulator to start from; zero if None. It is not changed.
-            acc_dtype: fp32 or fp16, the type of the accumulator if ``acc`` is None.
+        arch: ``"sm_90a"`` or ``"sm_100a"``.
+        a: (M, K) fp16, bf16, fp32 (read as tf32: the low 13 bits are ignored), float8_e4m3fn or
+            float8_e5m2; or (M, K / 2) uint8, packed E2M1 codes, the even index in the low
+            nibble.
+        b: (N, K) or (N, K / 2), likewise; of the dtype of ``a``, but E4M3 and E5M2 may be
+            mixed.
+        a_scales: block scales (M, ceil(K / 32)) float8_e8m0fnu for FP8 and E2M1, or (M, ceil(K
+            / 16)) float8_e4m3fn for E2M1, whose sign bit is ignored.
+        b_scales: likewise for ``b``.
+        acc: (M, N) accumulator to start from; zero if None. It is not changed.
+        acc_dtype: fp32 or fp16, the type of the accumulator if ``acc`` is None.
 
     Returns:
-            (M, N) accumulator.
+        (M, N) accumulator.
 
     Raises:
-            ValueError: ``arch`` has no such instruction, or shapes do not fit.
+        ValueError: ``arch`` has no such instruction, or shapes do not fit.
     """
     left, right = _Operand(a, a_scales), _Operand(b, b_scales)
     if acc is None:
@@ -262,7 +262,7 @@ def _terms(adder: _Adder, operand: _Operand, rows: slice, ks: slice) -> tuple[Te
     """The factors of terms in rows ``rows`` and elements ``ks``, filled up with zeros.
 
     Returns:
-            values (terms, rows, products of a term) fp64 and exponents (terms, rows) int32.
+        values (terms, rows, products of a term) fp64 and exponents (terms, rows) int32.
     """
     elements, scales = operand.elements, operand.scales
     if elements.dtype == _FP4:

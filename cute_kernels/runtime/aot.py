@@ -30,9 +30,9 @@ from .worker import Answer, Worker
 #: Modules that list the kernels of a family, each by ``kernel_specs(arch: str)``: an iterable of
 #: specs of kernels for ``"sm_90a"`` or ``"sm_100a"``. Listing needs no CuTe DSL.
 FAMILIES = (
-    "cute_kernels.quantize.variants",
-    "cute_kernels.gemm.variants",
-    "cute_kernels.moe.variants",
+    "cute_kernels.kernels.quantize.variants",
+    "cute_kernels.kernels.gemm.variants",
+    "cute_kernels.kernels.moe.variants",
 )
 
 
@@ -69,20 +69,20 @@ def precompile(
     """Compile kernels into the disk cache, and load them into this process.
 
     Args:
-            specs: which kernels; by default all that quantization and the recipes use.
-            arch: ``"sm_90a"``, ``"sm_100a"``, ``"sm_103a"`` or ``"emulated:..."``; no such GPU is
-                    needed. By default what the current CUDA device needs.
-            jobs: how many processes compile at once; by default one for each CPU of this process. A
-                process takes about 0.5 GB.
-            load: whether to load the kernels too, so that no later call has to.
-            progress: whether to show a progress bar (tqdm if it is installed) on standard error.
+        specs: which kernels; by default all that quantization and the recipes use.
+        arch: ``"sm_90a"``, ``"sm_100a"``, ``"sm_103a"`` or ``"emulated:..."``; no such GPU is
+            needed. By default what the current CUDA device needs.
+        jobs: how many processes compile at once; by default one for each CPU of this process. A
+            process takes about 0.5 GB.
+        load: whether to load the kernels too, so that no later call has to.
+        progress: whether to show a progress bar (tqdm if it is installed) on standard error.
 
     Returns:
-            What was done.
+        What was done.
 
     Raises:
-            UnsupportedError: the CuTe DSL is missing, or no ``arch`` is given and there is no GPU.
-            PrecompileError: a kernel did not compile, or, without ``load``, cannot be kept on disk.
+        UnsupportedError: the CuTe DSL is missing, or no ``arch`` is given and there is no GPU.
+        PrecompileError: a kernel did not compile, or, without ``load``, cannot be kept on disk.
     """
     started = time.perf_counter()
     require_dsl()

@@ -17,10 +17,10 @@ class Architecture:
     """What a kernel is compiled for.
 
     Attributes:
-            name: which kernels: ``"sm_90a"`` (Hopper) or ``"sm_100a"`` (Blackwell).
-            target: what the compiler is told, one of ``TARGETS``. A B300 is ``"sm_103a"`` and runs
-                    the ``"sm_100a"`` kernels, compiled for it.
-            emulated: the kernel runs on ``cute_kernels.emulator``, on host tensors, from its PTX.
+        name: which kernels: ``"sm_90a"`` (Hopper) or ``"sm_100a"`` (Blackwell).
+        target: what the compiler is told, one of ``TARGETS``. A B300 is ``"sm_103a"`` and runs
+            the ``"sm_100a"`` kernels, compiled for it.
+        emulated: the kernel runs on ``cute_kernels.emulator``, on host tensors, from its PTX.
     """
 
     name: str
@@ -35,7 +35,7 @@ def architecture(text: str) -> Architecture:
     """Make an ``Architecture`` from ``"sm_100a"`` or ``"emulated:sm_100a"``.
 
     Raises:
-            ValueError: ``text`` names no architecture.
+        ValueError: ``text`` names no architecture.
     """
     target = text.removeprefix(_EMULATED_PREFIX)
     emulated = text != target
@@ -50,10 +50,10 @@ def device_architecture(device: torch.device | int) -> Architecture:
     """The architecture of a CUDA device; one dictionary look-up after the first call.
 
     Args:
-            device: a CUDA device or its index; without an index, the current device.
+        device: a CUDA device or its index; without an index, the current device.
 
     Raises:
-            UnsupportedError: no kernel runs on the device; the message says why.
+        UnsupportedError: no kernel runs on the device; the message says why.
     """
     if isinstance(device, int):
         return _index_architecture(device)

@@ -21,8 +21,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ptx_emulator.host.settings import boolean
+
 from ..capability import ARCHITECTURES, UnsupportedError
-from ..host.settings import boolean
 from .arch import device_architecture
 
 _REFERENCE = "reference:"
@@ -47,11 +48,11 @@ class Backend:
     """A choice of implementation.
 
     Attributes:
-            name: one of ``BACKENDS``.
-            arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
-            tensor_core: the architecture whose tensor core the GEMMs of a reference backend add
-                    like; None for the order of ``cute_kernels.reference.gemm``.
-            emulation: options of the emulator, by name.
+        name: one of ``BACKENDS``.
+        arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
+        tensor_core: the architecture whose tensor core the GEMMs of a reference backend add
+            like; None for the order of ``cute_kernels.reference.gemm``.
+        emulation: options of the emulator, by name.
     """
 
     name: str
@@ -133,14 +134,14 @@ def backend(name: str, **options: Any) -> Iterator[None]:
     ``fullgraph=True`` and ``torch.export`` refuse it, without them the function runs eagerly.
 
     Args:
-            name: one of ``BACKENDS``. **options: for an emulated backend: ``mode`` ("eager" or
-            "chaos"), ``seed``, ``num_sms`` and
-                    ``races``, as ``cute_kernels.emulator.options`` takes them.
+        name: one of ``BACKENDS``. **options: for an emulated backend: ``mode`` ("eager" or
+        "chaos"), ``seed``, ``num_sms`` and
+            ``races``, as ``cute_kernels.emulator.options`` takes them.
 
     Raises:
-            ValueError: ``name`` is not one of ``BACKENDS``.
-            TypeError: an option that the backend does not take.
-            RuntimeError: entered while a function is traced.
+        ValueError: ``name`` is not one of ``BACKENDS``.
+        TypeError: an option that the backend does not take.
+        RuntimeError: entered while a function is traced.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(
@@ -174,8 +175,8 @@ def active_backend(device: torch.device) -> Backend:
     """Return the backend for tensors on ``device``.
 
     Raises:
-            ValueError: ``CUTE_KERNELS_BACKEND`` is not one of ``BACKENDS``.
-            UnsupportedError: no backend serves this device.
+        ValueError: ``CUTE_KERNELS_BACKEND`` is not one of ``BACKENDS``.
+        UnsupportedError: no backend serves this device.
     """
     return resolve_backend(chosen_backend(), device)
 

@@ -25,8 +25,9 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ..host.settings import cache_root, kernel_cache_is_on, warn_once
-from ..host.trust import distrust, make_folder, open_folder, read_file, write_file
+from ptx_emulator.host.settings import cache_root, kernel_cache_is_on, warn_once
+from ptx_emulator.host.trust import distrust, make_folder, open_folder, read_file, write_file
+
 from .arch import Architecture
 from .dsl import installed_versions
 from .sources import digest_of, module_file
@@ -79,7 +80,7 @@ class DiskCache:
     """Entries of compiled code in one folder; see the module's docstring for the format.
 
     Args:
-            root: the folder. Made when the first entry is written; may be read-only or missing.
+        root: the folder. Made when the first entry is written; may be read-only or missing.
     """
 
     def __init__(self, root: Path) -> None:
@@ -126,8 +127,8 @@ class DiskCache:
         """Write an entry of files by suffix; its JSON file comes last and makes it valid.
 
         Returns:
-                Whether it was written. A folder that cannot be written is worth one warning, not an
-                error: the kernel runs all the same.
+            Whether it was written. A folder that cannot be written is worth one warning, not an
+            error: the kernel runs all the same.
         """
         hashes = {suffix: hashlib.sha256(data).hexdigest() for suffix, data in files.items()}
         meta = json.dumps({"key": key.facts, "files": hashes}, indent=1, sort_keys=True)
@@ -171,7 +172,7 @@ class DiskCache:
         """Make the folder, or find that it is one to keep code in.
 
         Raises:
-                OSError: it cannot be made, or others own or may write it.
+            OSError: it cannot be made, or others own or may write it.
         """
         make_folder(self.root)
         if reason := distrust(self.root.stat()):
@@ -184,7 +185,7 @@ def default_cache() -> DiskCache | None:
     ``CUTE_KERNELS_CACHE=0`` turns it off; ``host.settings.cache_root`` says where it is.
 
     Raises:
-            ValueError: ``CUTE_KERNELS_CACHE`` is not a boolean.
+        ValueError: ``CUTE_KERNELS_CACHE`` is not a boolean.
     """
     root = cache_root() if kernel_cache_is_on() else None
     return None if root is None else DiskCache(root)
@@ -194,9 +195,9 @@ def cache_key(spec: KernelSpec, arch: Architecture) -> CacheKey | None:
     """The key of a kernel's entry.
 
     Returns:
-            The key, or None if the kernel's sources are not known for sure (unreadable, or edited
-            since this process started): then the disk is left alone rather than trusted with a
-            weaker key.
+        The key, or None if the kernel's sources are not known for sure (unreadable, or edited
+        since this process started): then the disk is left alone rather than trusted with a
+        weaker key.
     """
     sources = _source_digest(type(spec).__module__, spec.kernel.partition(":")[0])
     if sources is None:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..host.locks import ForkSafeLock
-from ..host.settings import warn_once
+from ptx_emulator.host.locks import ForkSafeLock
+from ptx_emulator.host.settings import warn_once
+
 from .arch import Architecture
 from .cache import CacheKey, DiskCache, cache_key, default_cache
 from .dsl import require_dsl
@@ -28,14 +29,14 @@ def compile_kernel(spec: KernelSpec, arch: Architecture) -> Callable[..., object
     """The compiled kernel of a spec; compiled at most once a process, and once a cache folder.
 
     Returns:
-            A function that takes torch tensors and Python numbers by position, checks them against
-            the extents, strides, dtypes and alignments that the spec declares (ValueError or
-            TypeError), and launches on the current stream of the tensors' device. For an emulated
-            architecture it takes CPU tensors, has run when it returns, and raises the emulator's
-            errors.
+        A function that takes torch tensors and Python numbers by position, checks them against
+        the extents, strides, dtypes and alignments that the spec declares (ValueError or
+        TypeError), and launches on the current stream of the tensors' device. For an emulated
+        architecture it takes CPU tensors, has run when it returns, and raises the emulator's
+        errors.
 
     Raises:
-            UnsupportedError: the CuTe DSL is missing or has an unsupported version.
+        UnsupportedError: the CuTe DSL is missing or has an unsupported version.
     """
     kernel = _kernels.get((spec, arch))
     if kernel is None:
@@ -58,7 +59,7 @@ def compile_to_disk(spec: KernelSpec, arch: Architecture) -> bool | None:
     """Make sure that the disk cache has a kernel, without loading it into this process.
 
     Returns:
-            True if it was compiled, False if it was there, None if it cannot be kept on disk.
+        True if it was compiled, False if it was there, None if it cannot be kept on disk.
     """
     require_dsl()
     cache, key = default_cache(), cache_key(spec, arch)

@@ -55,8 +55,8 @@ def dsl_unavailable() -> str | None:
     """Say why kernels cannot be compiled or run in this process; imports nothing.
 
     Returns:
-            None if the CuTe DSL and its companions are installed in supported versions, otherwise
-            the reason with the pip command that helps. The answer is kept for the process.
+        None if the CuTe DSL and its companions are installed in supported versions, otherwise
+        the reason with the pip command that helps. The answer is kept for the process.
     """
     problems = [problem for req in REQUIREMENTS if (problem := req.problem())]
     if not problems:

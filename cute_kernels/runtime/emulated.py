@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from ..host.locks import ForkSafeLock
-from ..host.settings import warn_once
+from ptx_emulator.host.locks import ForkSafeLock
+from ptx_emulator.host.settings import warn_once
 
 # Two threads that call a new kernel must not both load it. It is taken before the compiler's lock
 # and the emulator's, never inside them.
@@ -55,12 +55,12 @@ def load_emulated(
     launches: ``"ptx"``, and ``"cubin"``, what it gives to the CUDA runtime.
 
     Raises:
-            ValueError: the object file gives another cubin to the CUDA runtime.
-            OSError, subprocess.CalledProcessError, AttributeError: the object file is damaged.
+        ValueError: the object file gives another cubin to the CUDA runtime.
+        OSError, subprocess.CalledProcessError, AttributeError: the object file is damaged.
     """
     import tvm_ffi
 
-    from cute_kernels import emulator
+    import ptx_emulator as emulator
 
     if files["cubin"] not in files["o"]:
         raise ValueError("the cubin is not that of the object file")
@@ -88,8 +88,8 @@ class EmulatedKernel:
     first called, turns out to be damaged. Without it that is an error.
 
     Attributes:
-            ptx: the PTX of every kernel that it launches.
-            cubin: what its host code gives to the CUDA runtime: the machine code.
+        ptx: the PTX of every kernel that it launches.
+        cubin: what its host code gives to the CUDA runtime: the machine code.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class EmulatedKernel:
         cubin: bytes,
         renew: "Callable[[], EmulatedKernel] | None" = None,
     ) -> None:
-        from cute_kernels import emulator
+        import ptx_emulator as emulator
 
         self._function = function
         self.ptx = ptx
@@ -112,8 +112,8 @@ class EmulatedKernel:
         """Run the kernel.
 
         Raises:
-                ValueError: a tensor is not on the CPU.
-                EmulatorError: the kernel did what a GPU would fault on, hang on or get wrong.
+            ValueError: a tensor is not on the CPU.
+            EmulatorError: the kernel did what a GPU would fault on, hang on or get wrong.
         """
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.device.type != "cpu":

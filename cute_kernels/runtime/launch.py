@@ -20,9 +20,9 @@ class Launcher:
     """Launches kernels of one architecture on one device.
 
     Attributes:
-            num_sms: SMs of the device, the size of a persistent grid.
-            bandwidth: peak bytes a second of the device's memory; None of an emulated one.
-            arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
+        num_sms: SMs of the device, the size of a persistent grid.
+        bandwidth: peak bytes a second of the device's memory; None of an emulated one.
+        arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Launcher:
             # A call that is recorded may be repeated on another stream.
             current = self._counters.current
             return lambda *arguments: kernel(*arguments[:-1], current())
-        from cute_kernels import emulator
+        import ptx_emulator as emulator
 
         def run(*arguments: Any) -> object:
             if has_counter:

@@ -60,12 +60,12 @@ def source_files(files: Iterable[Path], latest: float = math.inf) -> dict[Path, 
     """Digests of the files and of all files of this package that they import, directly or not.
 
     Args:
-            files: paths of Python sources, of this package or of others.
-            latest: time in seconds. A file that was modified later may differ from the module that
-                runs.
+        files: paths of Python sources, of this package or of others.
+        latest: time in seconds. A file that was modified later may differ from the module that
+            runs.
 
     Returns:
-            Digests by path; None if a file is not readable or was modified later.
+        Digests by path; None if a file is not readable or was modified later.
     """
     found: dict[Path, bytes] = {}
     pending = list(files)

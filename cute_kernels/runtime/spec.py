@@ -31,8 +31,8 @@ def resolve(name: str) -> Any:
     """Import what ``"package.module:Name"`` names.
 
     Raises:
-            ImportError: there is no such module, or it has no such name.
-            ValueError: ``name`` has another form.
+        ImportError: there is no such module, or it has no such name.
+        ValueError: ``name`` has another form.
     """
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
@@ -49,8 +49,8 @@ def canonical_text(value: object) -> str:
     ``repr`` will not do: a field may be left out of it, and an object may show its address.
 
     Raises:
-            TypeError: ``value`` holds something other than dataclasses, enums, classes, tuples,
-                    frozensets, strings, numbers, booleans and None.
+        TypeError: ``value`` holds something other than dataclasses, enums, classes, tuples,
+            frozensets, strings, numbers, booleans and None.
     """
     if (
         value is None

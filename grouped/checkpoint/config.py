@@ -23,9 +23,9 @@ class Quantized(NamedTuple):
     ``is_stacked``.
 
     Attributes:
-            name: its name without a suffix, ``...experts.0.gate_proj`` or
-                ``...experts.gate_up_proj``.
-            is_stacked: all experts are one tensor.
+        name: its name without a suffix, ``...experts.0.gate_proj`` or
+            ``...experts.gate_up_proj``.
+        is_stacked: all experts are one tensor.
     """
 
     name: str
@@ -60,15 +60,15 @@ def config_files(
     input.
 
     Args:
-            config: the model's configuration.
-            layout: the layout of the quantized weights.
-            weights: the quantized weights.
-            plain: names of modules whose weights are not quantized.
-            names: the names of the tensors in the files.
+        config: the model's configuration.
+        layout: the layout of the quantized weights.
+        weights: the quantized weights.
+        plain: names of modules whose weights are not quantized.
+        names: the names of the tensors in the files.
 
     Raises:
-            ValueError: a tensor is missing that the configuration promises, or a module is said to
-                be plain that is not.
+        ValueError: a tensor is missing that the configuration promises, or a module is said to
+            be plain that is not.
     """
     suffix = layout.input_scale
     scaled = [weight for weight in weights if suffix and weight.tensor(suffix) in names]
@@ -161,9 +161,9 @@ def check_plain(name: str, dtype: str, is_weight: bool = False) -> None:
     """Raise ValueError for a weight that is to be copied as it is, but is no plain one.
 
     Args:
-            name: the tensor.
-            dtype: its dtype, as torch or safetensors call it.
-            is_weight: it is one, though its name does not end in ``.weight``.
+        name: the tensor.
+        dtype: its dtype, as torch or safetensors call it.
+        is_weight: it is one, though its name does not end in ``.weight``.
     """
     if (is_weight or name.endswith(".weight")) and not re.fullmatch(
         r"(b?float|BF|F)(16|32|64)", dtype
@@ -180,8 +180,8 @@ def checked_scales(
     """Static scales of activations by the names that they have in the files.
 
     Raises:
-            ValueError: the layout has none, a name does not end as the layout's do, or a scale is
-                not finite and positive.
+        ValueError: the layout has none, a name does not end as the layout's do, or a scale is
+            not finite and positive.
     """
     if not scales:
         return {}
@@ -231,8 +231,8 @@ def check_config(folder: str | Path) -> None:
     modules to leave out.
 
     Raises:
-            ValueError: ``config.json`` or ``hf_quant_config.json`` is no JSON, or asks for such a
-                    thing. The message has the file, the key, the value and what ``load`` reads.
+        ValueError: ``config.json`` or ``hf_quant_config.json`` is no JSON, or asks for such a
+            thing. The message has the file, the key, the value and what ``load`` reads.
     """
     path = Path(folder) / CONFIG
     for key, content in _sections(read_json(path), ""):

@@ -46,10 +46,10 @@ def harmless(names: Iterable[str], used: Iterable[str], patterns: Iterable[str] 
     """Return those of ``names`` that do not change what the weights ``used`` give.
 
     Args:
-            names: names of a checkpoint that no parameter of the module takes.
-            used: names that one takes.
-            patterns: regular expressions of further ones, as models of transformers have in
-                    ``_keys_to_ignore_on_load_unexpected``; they match anywhere in a name.
+        names: names of a checkpoint that no parameter of the module takes.
+        used: names that one takes.
+        patterns: regular expressions of further ones, as models of transformers have in
+            ``_keys_to_ignore_on_load_unexpected``; they match anywhere in a name.
     """
     names, further = list(names), [re.compile(pattern) for pattern in patterns]
     layers = {f"{match['layer']}." for name in names if (match := _MTP_LAYER.fullmatch(name))}
@@ -74,9 +74,9 @@ def changing(
     those that do not.
 
     Args:
-            names: names of a checkpoint that no parameter of the module takes.
-            used: names that one takes.
-            read: gives the tensor of a name.
+        names: names of a checkpoint that no parameter of the module takes.
+        used: names that one takes.
+        read: gives the tensor of a name.
     """
     in_use, change, neutral = _Prefixes(used), list[str](), list[str]()
     for name in names:

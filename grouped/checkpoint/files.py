@@ -44,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object that a JSON file has; {} if there is no such file.
 
     Raises:
-            ValueError: the file is no JSON, or is not an object.
+        ValueError: the file is no JSON, or is not an object.
     """
     if not path.exists():
         return {}
@@ -100,14 +100,14 @@ class Reader:
     """The tensors of a folder by name; each is read when it is asked for.
 
     Attributes:
-            folder: the folder.
-            bytes_read: bytes of all tensors, and parts of tensors, that were read.
+        folder: the folder.
+        bytes_read: bytes of all tensors, and parts of tensors, that were read.
 
     Raises:
-            FileNotFoundError: the folder has no safetensors file, or lacks one that its index
-                names.
-            ValueError: a file or the index is damaged, two files have a tensor of one name and no
-                    index says which counts, or the index names files outside of the folder.
+        FileNotFoundError: the folder has no safetensors file, or lacks one that its index
+            names.
+        ValueError: a file or the index is damaged, two files have a tensor of one name and no
+            index says which counts, or the index names files outside of the folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -178,7 +178,7 @@ class Reader:
         """``config.json``; {} if there is none.
 
         Raises:
-                ValueError: it is no JSON object.
+            ValueError: it is no JSON object.
         """
         return read_json(self.folder / CONFIG)
 
@@ -204,9 +204,9 @@ class Writer:
     no others.
 
     Raises:
-            FileExistsError: the folder has files of a checkpoint, or another writer's claim.
-            ValueError: ``shard_bytes`` is no positive integer, or a name is added twice.
-            OSError: a file cannot be written.
+        FileExistsError: the folder has files of a checkpoint, or another writer's claim.
+        ValueError: ``shard_bytes`` is no positive integer, or a name is added twice.
+        OSError: a file cannot be written.
     """
 
     def __init__(self, folder: str | Path, shard_bytes: int) -> None:
@@ -267,9 +267,9 @@ class Writer:
         """Finish the folder.
 
         Args:
-                write_json: returns the content of JSON files by name. It is called when all tensors
-                    are written.
-                copies: files to copy into the folder.
+            write_json: returns the content of JSON files by name. It is called when all tensors
+                are written.
+            copies: files to copy into the folder.
         """
         self._flush()
         contents = {name: json.dumps(content, indent=2) for name, content in write_json().items()}

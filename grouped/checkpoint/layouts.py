@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_kernels.formats import NVFP4, Format, FP8Block
 
 from .files import MODELOPT_CONFIG
-from .parts import Parts
+from .plain_tensors import Parts
 
 _TENSOR_MAX = NVFP4().tensor_max
 
@@ -24,27 +24,27 @@ class Layout:
     """The tensors of a weight, by what follows its name, and what a config says of them.
 
     Attributes:
-            name: what ``save`` calls it.
-            fmt: the format of the bytes.
-            suffixes: of codes, scales and, where the format has one, the second level.
-            level: the stored second level of an amax, and the amax of a stored one, in fp64; each
-                    undoes the other for every level that was made of an amax.
-            input_scale: suffix of the static scale of the activations; None where there is none. It
-                    is to their amax what the second level is to the weight's.
-            config: the ``quantization_config`` of ``config.json`` if weights alone are quantized,
-                without modules to leave out.
-            input_config: what ``config`` has besides if the inputs of all quantized weights have
-                static scales.
-            ignore_keys: the keys under which readers look for the modules that are not quantized.
-            extra_files: makes further JSON files, by name, of the complete ``quantization_config``.
-            misread: a warning of a reader that takes such a checkpoint for another without an
-                error.
-            read: makes parts of the stored tensors where they are not parts already.
-            scale: dtype of the stored block scales; None for that of the format's.
-            shapes: shapes of codes and scales of a weight (N, K), of N and K; None for those of the
-                format.
-            check: raises ValueError for codes, which a function reads, and scales that ``read``
-                refuses.
+        name: what ``save`` calls it.
+        fmt: the format of the bytes.
+        suffixes: of codes, scales and, where the format has one, the second level.
+        level: the stored second level of an amax, and the amax of a stored one, in fp64; each
+            undoes the other for every level that was made of an amax.
+        input_scale: suffix of the static scale of the activations; None where there is none. It
+            is to their amax what the second level is to the weight's.
+        config: the ``quantization_config`` of ``config.json`` if weights alone are quantized,
+            without modules to leave out.
+        input_config: what ``config`` has besides if the inputs of all quantized weights have
+            static scales.
+        ignore_keys: the keys under which readers look for the modules that are not quantized.
+        extra_files: makes further JSON files, by name, of the complete ``quantization_config``.
+        misread: a warning of a reader that takes such a checkpoint for another without an
+            error.
+        read: makes parts of the stored tensors where they are not parts already.
+        scale: dtype of the stored block scales; None for that of the format's.
+        shapes: shapes of codes and scales of a weight (N, K), of N and K; None for those of the
+            format.
+        check: raises ValueError for codes, which a function reads, and scales that ``read``
+            refuses.
     """
 
     name: str
@@ -66,9 +66,9 @@ class Layout:
         """The ``quantization_config`` of a checkpoint.
 
         Args:
-                ignored: modules that are not quantized.
-                has_inputs: each quantized weight has the static scale of its input.
-                targets: modules that are quantized, where the class ``Linear`` does not say it.
+            ignored: modules that are not quantized.
+            has_inputs: each quantized weight has the static scale of its input.
+            targets: modules that are quantized, where the class ``Linear`` does not say it.
         """
         config = merged(self.config, self.input_config if has_inputs else {})
         for group in config.get("config_groups", {}).values() if targets else ():
@@ -98,7 +98,7 @@ class Layout:
         """The tensors of a file by suffix.
 
         Raises:
-                ValueError: an amax whose level is out of the range of fp32.
+            ValueError: an amax whose level is out of the range of fp32.
         """
         tensors = [parts.codes, parts.scales]
         if self.level is not None and parts.amax is not None:
@@ -124,12 +124,12 @@ def exact_nvfp4(blocks: Tensor, exponents: Tensor) -> Parts:
     2^k a group moves that range.
 
     Args:
-            blocks: (G, N, K / 32, 16) uint8 codes.
-            exponents: (G, N, K / 32) E8M0 scales.
+        blocks: (G, N, K / 32, 16) uint8 codes.
+        exponents: (G, N, K / 32) E8M0 scales.
 
     Raises:
-            ValueError: the scales of a group span more powers of two than that. Blocks of zeros do
-                not count.
+        ValueError: the scales of a group span more powers of two than that. Blocks of zeros do
+            not count.
     """
     is_zero, e, top = _check_span(blocks, exponents)
     scales = (e - (top - _E4M3_TOP)[:, None, None]).masked_fill(is_zero, 0).float().exp2()
@@ -284,7 +284,7 @@ def writable(name: str) -> Layout:
     """The layout of this name.
 
     Raises:
-            ValueError: there is none, or it is one that is loaded only.
+        ValueError: there is none, or it is one that is loaded only.
     """
     names = [layout.name for layout in LAYOUTS.values() if layout.read is None]
     if name not in names:

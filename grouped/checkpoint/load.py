@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from cute_kernels.records import check_kind
 
 from ..ownership import RULES, UNFILLABLE, Owner, Ownership, refill, retire
-from ..shards import local_part
-from ..tensor import GroupedTensor
+from ..tensor.dtensor_parts import local_part
+from ..tensor.grouped_tensor import GroupedTensor
 from .config import check_config
 from .extras import changing, harmless
 from .files import Reader, progress
 from .layouts import LAYOUTS, stacked_suffix
-from .parts import joined_rows, reconciled, stacked
+from .plain_tensors import joined_rows, reconciled, stacked
 from .plans import Plan, find_other, find_weight
 from .shards import (
     agree,
@@ -43,18 +43,18 @@ class Report:
     """Result of ``load``.
 
     Attributes:
-            layouts: the layout of each weight that was quantized, by its name in the state dict.
-            reconciled: by an expert's weight, the signal-to-noise ratio in dB of what had to be
-                    quantized again: gate and up had different second levels, or share 128x128
-                    blocks. Of a module that is sharded, experts of this rank.
-            input_scales: static scales of activations, by name in the checkpoint; nothing reads
-                them.
-            ignored: other names in the checkpoint that do not change results: scales of a quantized
-                    KV cache and of attention, tables of rotary embeddings, layers that predict
-                    further tokens (MTP), second copies of tied weights, and factors of 1.
-            zero_scales: names in the checkpoint of weights that are zeros by a scale of zero: of
-                    experts that no token was routed to in training, say.
-            unexpected: other names in the checkpoint that the module does not have.
+        layouts: the layout of each weight that was quantized, by its name in the state dict.
+        reconciled: by an expert's weight, the signal-to-noise ratio in dB of what had to be
+            quantized again: gate and up had different second levels, or share 128x128
+            blocks. Of a module that is sharded, experts of this rank.
+        input_scales: static scales of activations, by name in the checkpoint; nothing reads
+            them.
+        ignored: other names in the checkpoint that do not change results: scales of a quantized
+            KV cache and of attention, tables of rotary embeddings, layers that predict
+            further tokens (MTP), second copies of tied weights, and factors of 1.
+        zero_scales: names in the checkpoint of weights that are zeros by a scale of zero: of
+            experts that no token was routed to in training, say.
+        unexpected: other names in the checkpoint that the module does not have.
     """
 
     layouts: dict[str, str] = field(default_factory=dict)
@@ -92,24 +92,24 @@ def load(
     has a parameter which was replaced, or a master of old values, raises at its next step.
 
     Args:
-            module: a model of ``grouped.nn`` layers, or of transformers whose experts
-                    implementation is one of ``grouped.integrations.transformers``; on the device
-                    where it will run.
-            folder: a folder of safetensors files, with an index or without.
-            rename: regular expressions and what replaces them in the module's names, which gives
-                    those of the checkpoint: ``{"mlp": "block_sparse_moe"}``.
-            strict: raise for tensors of the checkpoint that the module does not have.
+        module: a model of ``grouped.nn`` layers, or of transformers whose experts
+            implementation is one of ``grouped.integrations.transformers``; on the device
+            where it will run.
+        folder: a folder of safetensors files, with an index or without.
+        rename: regular expressions and what replaces them in the module's names, which gives
+            those of the checkpoint: ``{"mlp": "block_sparse_moe"}``.
+        strict: raise for tensors of the checkpoint that the module does not have.
 
     Raises:
-            FileNotFoundError: the folder lacks files.
-            KeyError: the module has what the checkpoint does not; or, if strict, the other way
-                round.
-            ValueError: a tensor of another shape or dtype, or of FP8 or integers without scales;
-                    scales that are NaN, infinite, negative, or zero over codes that are not; files
-                    that are damaged; tensors beside a weight that change its results, as AWQ's
-                    ``pre_quant_scale``; MXFP4 weights that are no exact NVFP4; or a parameter on
-                    the meta device, or one that has an owner which cannot take another; or a
-                    quantized weight that takes gradients, where the checkpoint has a quantized one.
+        FileNotFoundError: the folder lacks files.
+        KeyError: the module has what the checkpoint does not; or, if strict, the other way
+            round.
+        ValueError: a tensor of another shape or dtype, or of FP8 or integers without scales;
+            scales that are NaN, infinite, negative, or zero over codes that are not; files
+            that are damaged; tensors beside a weight that change its results, as AWQ's
+            ``pre_quant_scale``; MXFP4 weights that are no exact NVFP4; or a parameter on
+            the meta device, or one that has an owner which cannot take another; or a
+            quantized weight that takes gradients, where the checkpoint has a quantized one.
     """
     check_kind(bool, strict=strict)
     check_kind(nn.Module, module=module)

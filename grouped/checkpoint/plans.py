@@ -17,10 +17,10 @@ class Plan(NamedTuple):
     """A weight or bias of experts, and the tensors that it is loaded from.
 
     Attributes:
-            weight: the parameter.
-            layout: how it is quantized in the checkpoint; None if it is plain.
-            stored: tensors of each projection of each expert, in order; or one item of all experts.
-            is_stacked: whether ``stored`` is one item.
+        weight: the parameter.
+        layout: how it is quantized in the checkpoint; None if it is plain.
+        stored: tensors of each projection of each expert, in order; or one item of all experts.
+        is_stacked: whether ``stored`` is one item.
     """
 
     weight: ExpertWeight
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
         """Check shapes and dtypes of all experts.
 
         Raises:
-                ValueError: they are not those of the layout or of the module, or experts differ.
+            ValueError: they are not those of the layout or of the module, or experts differ.
         """
         first, files = self.stored[0].names[0], self.stored[0].files
         like = files.header(first)
@@ -109,10 +109,10 @@ def find_other(
     the checkpoint has.
 
     Args:
-            names: its names, of which tied parameters have several.
-            target: the tensor.
-            files: the checkpoint.
-            missing: where its name is added if the checkpoint has none.
+        names: its names, of which tied parameters have several.
+        target: the tensor.
+        files: the checkpoint.
+        missing: where its name is added if the checkpoint has none.
     """
     shape = tuple(target.shape)
     for name in names:

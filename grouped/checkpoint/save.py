@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from cute_kernels.formats import Format
 from cute_kernels.records import check_kind
 
-from ..tensor import GroupedTensor
+from ..tensor.grouped_tensor import GroupedTensor
 from .config import Quantized, check_model_config, check_plain, checked_scales, config_files
 from .files import SHARD_BYTES, Writer, progress
 from .layouts import Layout, stacked_suffix, writable
-from .parts import Parts, check_finite, parts_of, quantized, split_rows
+from .plain_tensors import Parts, check_finite, parts_of, quantized, split_rows
 from .weights import ExpertWeight, expert_weights, renamed, state_of
 
 
@@ -39,31 +39,31 @@ def save(
     gate and up of an expert with one second level. Everything else is written as it is.
 
     Args:
-            module: as in ``load``.
-            folder: where to; it must not have safetensors files, their index or a
-                ``hf_quant_config.json``.
-            layout: ``"modelopt"`` (NVFP4), ``"compressed-tensors"`` (NVFP4) or ``"deepseek"``
-                    (FP8Block of 128x128 with fp32 scales).
-            rename: as in ``load``.
-            stacked: one tensor of all experts, ``experts.gate_up_proj``, instead of one each,
-                ``experts.0.gate_proj.weight``.
-            shard_bytes: the most bytes of a file; so much is held until it is written.
-            input_scales: static scales of activations by name, such as ``Report.input_scales``. If
-                    each quantized weight has one, the config says that activations are quantized,
-                    else that weights alone are. Those of weights that are not quantized here are
-                    left out, with a warning.
-            config: what ``config.json`` holds besides ``quantization_config``; the ``config`` of a
-                    transformers model by default.
+        module: as in ``load``.
+        folder: where to; it must not have safetensors files, their index or a
+            ``hf_quant_config.json``.
+        layout: ``"modelopt"`` (NVFP4), ``"compressed-tensors"`` (NVFP4) or ``"deepseek"``
+            (FP8Block of 128x128 with fp32 scales).
+        rename: as in ``load``.
+        stacked: one tensor of all experts, ``experts.gate_up_proj``, instead of one each,
+            ``experts.0.gate_proj.weight``.
+        shard_bytes: the most bytes of a file; so much is held until it is written.
+        input_scales: static scales of activations by name, such as ``Report.input_scales``. If
+            each quantized weight has one, the config says that activations are quantized,
+            else that weights alone are. Those of weights that are not quantized here are
+            left out, with a warning.
+        config: what ``config.json`` holds besides ``quantization_config``; the ``config`` of a
+            transformers model by default.
 
     Raises:
-            FileExistsError: the folder has files of a checkpoint, or another process writes to it.
-            ValueError: another layout, a weight whose format it does not hold, or one whose 128x128
-                    blocks span gate and up; a second level beyond fp32; two tensors of one name; a
-                    weight besides experts that is not plain; an input scale that the layout does
-                    not have, or that is not finite and positive; a ``config`` that is no JSON
-                    object; or ``shard_bytes`` that is no positive integer.
-            OSError: a file cannot be written, as on a full disk.
-            TypeError: a parameter is sharded: gather it first.
+        FileExistsError: the folder has files of a checkpoint, or another process writes to it.
+        ValueError: another layout, a weight whose format it does not hold, or one whose 128x128
+            blocks span gate and up; a second level beyond fp32; two tensors of one name; a
+            weight besides experts that is not plain; an input scale that the layout does
+            not have, or that is not finite and positive; a ``config`` that is no JSON
+            object; or ``shard_bytes`` that is no positive integer.
+        OSError: a file cannot be written, as on a full disk.
+        TypeError: a parameter is sharded: gather it first.
     """
     record = writable(layout)
     check_kind(bool, stacked=stacked)
@@ -176,7 +176,7 @@ def _check_holds(key: str, weight: ExpertWeight, layout: Layout, stacked: bool) 
         return
     if held.grouping != "uniform":
         raise ValueError(f"{key} must be uniform (G, N, K), got {held!r}")
-    ours, theirs = ((f.element, f.scale, f.second_level) for f in (held.format, fmt))
+    ours, theirs = ((f.element, f.scale, f.global_scale) for f in (held.format, fmt))
     # Such scales are stored for every row, also where a square block has one.
     per_row = held.format.has_scale_tiles
     if ours != theirs or (not per_row and held.format.is_2d != fmt.is_2d):
@@ -233,7 +233,7 @@ def _split(held: Tensor, weight: ExpertWeight, fmt: Format) -> Iterator[list[Par
             yield [Parts(c, s, one.amax) for c, s in zip(codes, scales, strict=True)]
         return
     for expert in held:
-        amax = expert.abs().amax().float()[None] if fmt.second_level is not None else None
+        amax = expert.abs().amax().float()[None] if fmt.global_scale is not None else None
         yield [
             quantized(rows[None], fmt, amax).expert(0)
             for rows in split_rows(expert, count, weight.interleaved)

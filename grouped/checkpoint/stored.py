@@ -12,7 +12,7 @@ from cute_kernels.layout.shapes import ceil_div
 
 from .files import PLAIN_DTYPES, Header, Reader
 from .layouts import LAYOUTS, Layout
-from .parts import Parts
+from .plain_tensors import Parts
 
 #: Dtypes by their names in safetensors; of those that it does not have no tensor is read.
 _DTYPES = {
@@ -39,11 +39,11 @@ class Stored(NamedTuple):
     """Tensors of a file that make a plain or a quantized weight.
 
     Attributes:
-            files: the folder.
-            layout: how it is quantized; None for a plain tensor.
-            names: the tensor; or codes, scales and the second level, as the layout has them.
-            shape: shape of the weight, (N, K) or, if one tensor has all experts, (G, N, K); of a
-                plain tensor its own.
+        files: the folder.
+        layout: how it is quantized; None for a plain tensor.
+        names: the tensor; or codes, scales and the second level, as the layout has them.
+        shape: shape of the weight, (N, K) or, if one tensor has all experts, (G, N, K); of a
+            plain tensor its own.
     """
 
     files: Reader
@@ -57,12 +57,12 @@ class Stored(NamedTuple):
         """Check shapes and dtypes, without reading a number.
 
         Args:
-                target: dtype of the parameter.
-                note: further text of an error of the first tensor's shape.
+            target: dtype of the parameter.
+            note: further text of an error of the first tensor's shape.
 
         Raises:
-                ValueError: a shape or dtype that the layout does not have, or a plain tensor that
-                    does not fit ``target``.
+            ValueError: a shape or dtype that the layout does not have, or a plain tensor that
+                does not fit ``target``.
         """
         if self.layout is None:
             (name,) = self.names
@@ -174,15 +174,15 @@ class Stored(NamedTuple):
         """Check the numbers of scales and second levels; plain tensors are not read.
 
         Args:
-                groups: the experts that are read of a tensor of all.
+            groups: the experts that are read of a tensor of all.
 
         Returns:
-                True if a scale that nothing else multiplies is zero; all codes under it are zeros
-                then.
+            True if a scale that nothing else multiplies is zero; all codes under it are zeros
+            then.
 
         Raises:
-                ValueError: a NaN, infinite or negative scale, a zero one over codes that are not
-                        zeros, or scales that the layout cannot read.
+            ValueError: a NaN, infinite or negative scale, a zero one over codes that are not
+                zeros, or scales that the layout cannot read.
         """
         if self.layout is None:
             return False

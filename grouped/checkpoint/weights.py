@@ -19,14 +19,14 @@ class ExpertWeight(NamedTuple):
     """A parameter (G, N, K), or (G, N) of a bias, and the projections that its rows are.
 
     Attributes:
-            owner: the module that has it.
-            attribute: its name there.
-            key: its name in the state dict.
-            path: what experts are called, such as ``model.layers.0.mlp.experts``.
-            projections: the names of what its rows consist of; ("",) if experts are all there is.
-            interleaved: rows of two projections alternate.
-            transposed: the parameter is (G, K, N).
-            stacked: what follows ``path`` where all experts are one tensor.
+        owner: the module that has it.
+        attribute: its name there.
+        key: its name in the state dict.
+        path: what experts are called, such as ``model.layers.0.mlp.experts``.
+        projections: the names of what its rows consist of; ("",) if experts are all there is.
+        interleaved: rows of two projections alternate.
+        transposed: the parameter is (G, K, N).
+        stacked: what follows ``path`` where all experts are one tensor.
     """
 
     owner: nn.Module
@@ -83,8 +83,8 @@ def renamed(name: str, rename: Mapping[str, str] | None) -> str:
     """A name of a module as the checkpoint has it.
 
     Raises:
-            TypeError: ``rename`` is no mapping of texts.
-            ValueError: one of its expressions, or what replaces it, is no regular expression.
+        TypeError: ``rename`` is no mapping of texts.
+        ValueError: one of its expressions, or what replaces it, is no regular expression.
     """
     if rename is not None:
         check_kind(Mapping, rename=rename)
@@ -106,11 +106,11 @@ def expert_weights(
     """All weights and biases of experts: of ``grouped.nn``, and of transformers' experts.
 
     Args:
-            module: a model, a layer or experts.
-            rename: regular expressions and what replaces them in the paths of modules.
+        module: a model, a layer or experts.
+        rename: regular expressions and what replaces them in the paths of modules.
 
     Raises:
-            ValueError: a layer was made with ``single_parameter=False``.
+        ValueError: a layer was made with ``single_parameter=False``.
     """
     inside: set[nn.Module] = set()
     for name, m in module.named_modules():

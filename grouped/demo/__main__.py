@@ -147,7 +147,7 @@ def _train_all(
     """Train in each recipe that runs here until Ctrl-C, saving the results after each.
 
     Returns:
-            The runs, and the exit status.
+        The runs, and the exit status.
     """
     runs: list[Run] = []
     status = 0
@@ -169,13 +169,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo.
 
     Args:
-            argv: command line arguments; those of the process by default.
+        argv: command line arguments; those of the process by default.
 
     Returns:
-            0, 1 if a recipe does not run on this backend, or 130 after Ctrl-C.
+        0, 1 if a recipe does not run on this backend, or 130 after Ctrl-C.
 
     Raises:
-            SystemExit: with status 2, for arguments that make no sense.
+        SystemExit: with status 2, for arguments that make no sense.
     """
     parser = _parser()
     args = parser.parse_args(argv)

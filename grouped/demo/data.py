@@ -32,7 +32,7 @@ def load_corpus() -> Corpus:
     Every tenth block of 4 KiB is held out.
 
     Raises:
-            RuntimeError: this Python was installed without the texts.
+        RuntimeError: this Python was installed without the texts.
     """
     try:
         from pydoc_data.topics import topics

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import grouped
 
 from ..recipes import Recipe
-from ..validation import check_size
+from ..tensor.validation import check_size
 
 _NUM_BYTES = 256
 
@@ -24,7 +24,7 @@ class ModelConfig:
     bytes, itself included.
 
     Raises:
-            ValueError: a size that breaks a rule.
+        ValueError: a size that breaks a rule.
     """
 
     hidden: int = 64
@@ -55,9 +55,9 @@ class ModelOutput(NamedTuple):
     """What a forward pass returns.
 
     Attributes:
-            logits: (batch, context, 256) fp32.
-            balance_loss: mean over the layers of the load-balancing loss; 1 when balanced.
-            tokens_per_expert: (layers, experts) int32.
+        logits: (batch, context, 256) fp32.
+        balance_loss: mean over the layers of the load-balancing loss; 1 when balanced.
+        tokens_per_expert: (layers, experts) int32.
     """
 
     logits: Tensor

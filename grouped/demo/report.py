@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grouped.debug.lens import aligned
+from grouped.inspect.inspector import aligned
 
 from .train import ROLES, Run
 
@@ -71,7 +71,7 @@ def write_results(out: Path, runs: Sequence[Run], facts: dict[str, Any]) -> list
     """Write ``results.json`` (everything) and ``loss.csv`` (training loss by step and recipe).
 
     Returns:
-            The files.
+        The files.
     """
     described = [
         dataclasses.asdict(run)
@@ -112,7 +112,7 @@ def write_plot(out: Path, runs: Sequence[Run], entropy: float) -> Path:
     Needs matplotlib.
 
     Returns:
-            The file.
+        The file.
     """
     from matplotlib.figure import Figure  # No pyplot: nothing global, and no display is needed.
 

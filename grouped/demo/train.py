@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grouped import debug, recipes
+from grouped import inspect as debug
+from grouped import recipes
 
-from ..validation import check_size
+from ..tensor.validation import check_size
 from .data import Batch, Corpus, sample_batch
 from .model import LanguageModel, ModelConfig
 
@@ -36,7 +37,7 @@ class TrainConfig:
     of the initial weights and the batches, the same for every recipe.
 
     Raises:
-            ValueError: a number that breaks a rule.
+        ValueError: a number that breaks a rule.
     """
 
     steps: int = 240
@@ -70,8 +71,8 @@ class ExpertLoad:
     """How evenly one step spread its tokens over the experts.
 
     Attributes:
-            max_over_mean: tokens of the busiest expert over the mean, averaged over the layers.
-            idle: experts without a token, all layers together.
+        max_over_mean: tokens of the busiest expert over the mean, averaged over the layers.
+        idle: experts without a token, all layers together.
     """
 
     max_over_mean: float
@@ -89,15 +90,15 @@ class Run:
     """What training in one recipe gave; None for what an interrupted run did not get to.
 
     Attributes:
-            recipe: name of the recipe.
-            losses: training loss of each step, in nats a byte.
-            step_seconds: duration of each step.
-            start_loss: held-out loss before training.
-            end_loss: held-out loss afterwards.
-            snr_db: signal-to-quantization-noise ratio in the last step by role, mean over the
-                layers.
-            load: of the last step.
-            interrupted: whether Ctrl-C ended it early.
+        recipe: name of the recipe.
+        losses: training loss of each step, in nats a byte.
+        step_seconds: duration of each step.
+        start_loss: held-out loss before training.
+        end_loss: held-out loss afterwards.
+        snr_db: signal-to-quantization-noise ratio in the last step by role, mean over the
+            layers.
+        load: of the last step.
+        interrupted: whether Ctrl-C ended it early.
     """
 
     recipe: str
@@ -126,17 +127,17 @@ def train(
     """Train a fresh model in one recipe, named as in ``grouped.recipes``.
 
     Args:
-            recipe: its name.
-            corpus: the text.
-            model_config: sizes of the model.
-            config: how to train.
-            on_step: called after each step with its loss.
-            inspect: file to which what quantization did is appended, in about 16 of the steps
-                (``grouped.debug.inspect``).
+        recipe: its name.
+        corpus: the text.
+        model_config: sizes of the model.
+        config: how to train.
+        on_step: called after each step with its loss.
+        inspect: file to which what quantization did is appended, in about 16 of the steps
+            (``grouped.debug.inspect``).
 
     Returns:
-            The losses and measurements. Ctrl-C ends the training, but what was learned until then
-            is still measured; a second one ends that too.
+        The losses and measurements. Ctrl-C ends the training, but what was learned until then
+        is still measured; a second one ends that too.
     """
     run = Run(recipe)
     torch.manual_seed(config.seed)

@@ -39,8 +39,8 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
     ``grouped_experts`` instead of this converter beside them.
 
     Raises:
-            ValueError: the recipe's name is not known, it has delayed scaling, or what is skipped
-                    is negative or leaves no experts to convert.
+        ValueError: the recipe's name is not known, it has delayed scaling, or what is skipped
+            is negative or leaves no experts to convert.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -48,11 +48,11 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
         """What to convert.
 
         Attributes:
-                recipe: a recipe of ``grouped.recipes``, or its name.
-                skip: parts of names of layers whose experts stay as they are, such as
-                    ``"layers.0."``.
-                skip_first: so many layers with experts from the first on stay as they are.
-                skip_last: and so many at the end, as NVIDIA trains in NVFP4.
+            recipe: a recipe of ``grouped.recipes``, or its name.
+            skip: parts of names of layers whose experts stay as they are, such as
+                ``"layers.0."``.
+            skip_first: so many layers with experts from the first on stay as they are.
+            skip_last: and so many at the end, as NVIDIA trains in NVFP4.
         """
 
         recipe: str | Recipe = "BF16"
@@ -102,14 +102,14 @@ def grouped_experts(config: Any, recipe: str | Recipe = "BF16", after: str | Non
       --override.imports 'grouped.integrations.torchtitan.grouped_experts={"recipe": "FP8Block"}'
 
     Args:
-            config: the configuration of experts.
-            recipe: a recipe of ``grouped.recipes``, or its name.
-            after: an override of experts that is applied first, as ``"module.function"``;
-                torchtitan takes one of each node.
+        config: the configuration of experts.
+        recipe: a recipe of ``grouped.recipes``, or its name.
+        after: an override of experts that is applied first, as ``"module.function"``;
+            torchtitan takes one of each node.
 
     Raises:
-            ValueError: the recipe is not known or has delayed scaling; or ``after`` names no
-                    override or leaves the experts as they are.
+        ValueError: the recipe is not known or has delayed scaling; or ``after`` names no
+            override or leaves the experts as they are.
     """
     if after is not None:
         module, _, function = after.rpartition(".")

@@ -27,9 +27,15 @@ from cute_kernels import ops
 from cute_kernels.formats import Format
 from grouped import recipes
 
-from ..experts import Layer, Style, compute_routing, of_quantized_weights, without_gradients
-from ..experts import experts as mixture
-from ..nn.kept import lookup, warn_if_captured
+from ..functional.experts import (
+    Layer,
+    Style,
+    compute_routing,
+    of_quantized_weights,
+    without_gradients,
+)
+from ..functional.experts import experts as mixture
+from ..nn.cached_weight import lookup, warn_if_captured
 from ..preparation import (
     SOURCES,
     Source,
@@ -40,7 +46,7 @@ from ..preparation import (
     reorder,
 )
 from ..recipes import Recipe, check_recipe
-from ..tensor import GroupedTensor
+from ..tensor.grouped_tensor import GroupedTensor
 
 Forward: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
@@ -61,15 +67,15 @@ def register(**more: Recipe) -> tuple[str, ...]:
     """Add experts implementations to transformers: those of ``RECIPES`` and those that are given.
 
     Args:
-            more: recipes by the name of the implementation.
+        more: recipes by the name of the implementation.
 
     Returns:
-            All names that ``experts_implementation`` and ``set_experts_implementation`` now take.
+        All names that ``experts_implementation`` and ``set_experts_implementation`` now take.
 
     Raises:
-            TypeError: a value is no recipe.
-            ValueError: a name that transformers has, or a recipe with delayed scaling, for which
-                its experts keep no scales.
+        TypeError: a value is no recipe.
+        ValueError: a name that transformers has, or a recipe with delayed scaling, for which
+            its experts keep no scales.
     """
     for name, recipe in more.items():
         check_recipe(recipe)
@@ -109,19 +115,19 @@ def prepare(
     others.
 
     Args:
-            model: a model, or experts alone, on the device where it will run.
-            fmt: the format of the weights; None for that of the recipe of the implementation in
-                use.
-            trainable: as in ``grouped.prepare``.
-            columnwise: as in ``grouped.prepare``.
-            masters: as in ``grouped.prepare``.
+        model: a model, or experts alone, on the device where it will run.
+        fmt: the format of the weights; None for that of the recipe of the implementation in
+            use.
+        trainable: as in ``grouped.prepare``.
+        columnwise: as in ``grouped.prepare``.
+        masters: as in ``grouped.prepare``.
 
     Returns:
-            How many layers of experts were prepared.
+        How many layers of experts were prepared.
 
     Raises:
-            ValueError: ``model`` has no experts of transformers, or an implementation that is not
-                    of this module; and what ``grouped.prepare`` raises.
+        ValueError: ``model`` has no experts of transformers, or an implementation that is not
+            of this module; and what ``grouped.prepare`` raises.
     """
     if not any(experts_of(model)):
         raise ValueError(f"{type(model).__name__} has no experts that use transformers' interface")

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cute_kernels import ops
-from cute_kernels.activations import Activation, parse_activation
+from cute_kernels.formats.activations import Activation, parse_activation
 from cute_kernels.records import check_kind
 
 
@@ -15,8 +15,8 @@ def as_activation(activation: object, interleaved: bool) -> Activation:
     """The record of an activation, from its name or itself.
 
     Raises:
-            TypeError: it is neither.
-            ValueError: there is none of this name, or ``interleaved`` is of none without a gate.
+        TypeError: it is neither.
+        ValueError: there is none of this name, or ``interleaved`` is of none without a gate.
     """
     if not isinstance(activation, (str, Activation)):
         raise TypeError(

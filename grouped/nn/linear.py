@@ -10,21 +10,21 @@ from torch import Tensor, nn
 
 from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype
 from cute_kernels.records import check_kind
-from grouped import debug
+from grouped import inspect as debug
 
-from ..autograd import multiply, rows_and_ends
-from ..experts import Layer
-from ..offsets import Offsets
+from ..functional.experts import Layer
+from ..functional.linear_autograd import multiply, rows_and_ends
+from ..functional.linear_passes import Copies, Scaling, joined, quantize_weight
 from ..ownership import FsdpWatch
-from ..passes import Copies, Scaling, joined, quantize_weight
 from ..recipes import BF16, ROLES, FP8Delayed, Recipe, check_recipe
-from ..tensor import GroupedTensor
+from ..tensor.grouped_tensor import GroupedTensor
+from ..tensor.offsets import Offsets
+from ..tensor.validation import check_size
 from ..tracing import eager_only
-from ..validation import check_size
-from .delayed import DelayedScaling
+from .cached_weight import KeptWeight, can_keep, is_static, local, lookup, warn_if_captured
+from .delayed_scaling import DelayedScaling
 from .forms import convert
-from .kept import KeptWeight, can_keep, is_static, local, lookup, warn_if_captured
-from .wgrad import EAGER_ONLY, ParameterGradients, Wgrads
+from .weight_gradients import EAGER_ONLY, ParameterGradients, Wgrads
 
 
 def check_width(name: str, size: object, recipe: Recipe | None) -> None:
@@ -38,34 +38,34 @@ class GroupedLinear(debug.Watched):
     """Applies ``y = x W_g^T + b_g`` to the rows of each group g.
 
     Args:
-            num_groups: G, the number of linear layers (experts).
-            in_features: K; a multiple of 16 for a quantized recipe.
-            out_features: N; a multiple of 16 for a quantized recipe.
-            bias: whether there is a bias per group.
-            recipe: formats of input, weight and gradient; BF16 by default.
-            single_parameter: one ``weight`` (G, N, K) and ``bias`` (G, N), or ``weight0`` ...
-                    ``weight{G-1}`` (N, K) and ``bias0`` ... (N,). A state dict of either form loads
-                    into both.
-            fuse_wgrad_accumulation: the gradient of each parameter of the weight is added to its
-                    attribute ``main_grad``, in fp32 before the one cast, by the product that makes
-                    it; it is put there instead where ``is_first_microbatch=True`` or the
-                    parameter's attribute ``overwrite_main_grad`` is set. ``main_grad`` is a
-                    contiguous tensor of the parameter's shape and device, of fp32 or its dtype. The
-                    parameter's ``grad_added_to_main_grad`` is set to True, and its ``.grad`` gets
-                    zeros, for hooks such as Megatron-LM's want a tensor there, which they drop. The
-                    bias has its gradient in ``.grad``.
-            delay_wgrad: backward passes leave the gradients of the parameters to ``backward_dw``,
-                    and run no hook of theirs. A PyTorch optimizer that steps while gradients wait
-                    warns.
-            device: device of the parameters.
-            dtype: dtype of the parameters. Weights are quantized from this dtype, and take
-                    gradients of it; the computation has the dtype of the input.
+        num_groups: G, the number of linear layers (experts).
+        in_features: K; a multiple of 16 for a quantized recipe.
+        out_features: N; a multiple of 16 for a quantized recipe.
+        bias: whether there is a bias per group.
+        recipe: formats of input, weight and gradient; BF16 by default.
+        single_parameter: one ``weight`` (G, N, K) and ``bias`` (G, N), or ``weight0`` ...
+            ``weight{G-1}`` (N, K) and ``bias0`` ... (N,). A state dict of either form loads
+            into both.
+        fuse_wgrad_accumulation: the gradient of each parameter of the weight is added to its
+            attribute ``main_grad``, in fp32 before the one cast, by the product that makes
+            it; it is put there instead where ``is_first_microbatch=True`` or the
+            parameter's attribute ``overwrite_main_grad`` is set. ``main_grad`` is a
+            contiguous tensor of the parameter's shape and device, of fp32 or its dtype. The
+            parameter's ``grad_added_to_main_grad`` is set to True, and its ``.grad`` gets
+            zeros, for hooks such as Megatron-LM's want a tensor there, which they drop. The
+            bias has its gradient in ``.grad``.
+        delay_wgrad: backward passes leave the gradients of the parameters to ``backward_dw``,
+            and run no hook of theirs. A PyTorch optimizer that steps while gradients wait
+            warns.
+        device: device of the parameters.
+        dtype: dtype of the parameters. Weights are quantized from this dtype, and take
+            gradients of it; the computation has the dtype of the input.
 
     Shape:
-            Input (..., K), whose leading dimensions flatten to T rows sorted by group, and ``offs``
-            (G,) end rows. Output (..., N) of the input's dtype. Rows from ``offs[-1]`` on, the tail
-            of a capacity buffer, are never read; they are zeros in the output and in the input's
-            gradient.
+        Input (..., K), whose leading dimensions flatten to T rows sorted by group, and ``offs``
+        (G,) end rows. Output (..., N) of the input's dtype. Rows from ``offs[-1]`` on, the tail
+        of a capacity buffer, are never read; they are zeros in the output and in the input's
+        gradient.
 
     A ``weight`` that is a GroupedTensor (``grouped.quantize``, ``grouped.prepare``) is used as it
     is, without a high-precision copy; under BF16 beside bf16 or fp16 activations (W4A16), to which
@@ -77,7 +77,7 @@ class GroupedLinear(debug.Watched):
     that.
 
     Raises:
-            ValueError: sizes that are not positive, or that the recipe's blocks do not divide.
+        ValueError: sizes that are not positive, or that the recipe's blocks do not divide.
     """
 
     #: Name of the process group whose ranks have rows of their own and replicas of the parameters,
@@ -170,13 +170,13 @@ class GroupedLinear(debug.Watched):
         """Apply the layer.
 
         Args:
-                x: (..., K) rows sorted by group.
-                offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
-                is_first_microbatch: for several microbatches a step: True quantizes the weight and
-                        keeps it, False uses what was kept. None quantizes it for this call; in
-                        ``eval()`` mode and without gradients it keeps it until it changes, is moved
-                        or loaded, or until the next ``train()`` or ``eval()``. With
-                        ``fuse_wgrad_accumulation``, True also drops what ``main_grad`` held.
+            x: (..., K) rows sorted by group.
+            offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
+            is_first_microbatch: for several microbatches a step: True quantizes the weight and
+                keeps it, False uses what was kept. None quantizes it for this call; in
+                ``eval()`` mode and without gradients it keeps it until it changes, is moved
+                or loaded, or until the next ``train()`` or ``eval()``. With
+                ``fuse_wgrad_accumulation``, True also drops what ``main_grad`` held.
 
         A weight that was kept is used only if it is the same parameter with the same storage and
         version, and the recipe did not change. PyTorch counts no version for writes through
@@ -188,10 +188,10 @@ class GroupedLinear(debug.Watched):
         ``torch.func`` raise. Where no gradients of parameters are wanted they are as any other.
 
         Raises:
-                TypeError: a dtype that is not taken.
-                ValueError: a shape, a device or offs that break a rule.
-                RuntimeError: ``is_first_microbatch=False``, and no weight was kept, or it changed;
-                        or something traces or transforms a layer that trains in eager mode only.
+            TypeError: a dtype that is not taken.
+            ValueError: a shape, a device or offs that break a rule.
+            RuntimeError: ``is_first_microbatch=False``, and no weight was kept, or it changed;
+                or something traces or transforms a layer that trains in eager mode only.
         """
         if self._lens is not None:
             return self._inspected(x, offs, is_first_microbatch)
@@ -235,7 +235,7 @@ class GroupedLinear(debug.Watched):
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def rows_and_ends(self, x: Tensor, offs: Offsets) -> tuple[Tensor, Tensor]:
-        """``grouped.autograd.rows_and_ends`` for the groups that are here."""
+        """``grouped.functional.linear_autograd.rows_and_ends`` for the groups that are here."""
         groups = self.num_groups
         if self.single_parameter:
             weight = local(lookup(self, "weight"))
@@ -333,10 +333,10 @@ class GroupedLinear(debug.Watched):
         backward pass, in their order. Does nothing if all parameters are frozen.
 
         Raises:
-                RuntimeError: the layer was made without ``delay_wgrad``, no backward pass left any,
-                        or ``main_grad`` is missing. What was left is there for another call.
-                TypeError: ``main_grad`` has a dtype that is not taken.
-                ValueError: ``main_grad`` has another shape.
+            RuntimeError: the layer was made without ``delay_wgrad``, no backward pass left any,
+                or ``main_grad`` is missing. What was left is there for another call.
+            TypeError: ``main_grad`` has a dtype that is not taken.
+            ValueError: ``main_grad`` has another shape.
         """
         self._wgrads.run_oldest(self._has_trainable())
 

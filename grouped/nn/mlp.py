@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cute_kernels.activations import Activation
+from cute_kernels.formats.activations import Activation
 
-from ..autograd import rows_and_ends
-from ..experts import InPlace, Layer, Routing, Style, compute_routing, experts
-from ..offsets import Offsets, as_offs
+from ..functional.experts import InPlace, Layer, Routing, Style, compute_routing, experts
+from ..functional.linear_autograd import rows_and_ends
 from ..recipes import Recipe
+from ..tensor.offsets import Offsets, as_offs
 from .activation import activate, as_activation
 from .linear import GroupedLinear, check_width
 
@@ -45,24 +45,24 @@ class GroupedMLP(nn.Module):
     By default SwiGLU: ``act(W1_g x) = silu(a) * b`` with ``[a | b] = W1_g x``.
 
     Args:
-            num_groups: G, the number of experts.
-            hidden_size: width of input and output; a multiple of 16 for a quantized recipe.
-            intermediate_size: width between the two layers; a multiple of 16 likewise.
-            bias: whether both layers have biases.
-            activation: a name such as ``"swiglu"`` or ``"gelu"``, or a ``grouped.Activation``. W1
-                    has 2 * intermediate_size rows a group for gated ones. It is computed in fp32,
-                    rounded once to the dtype of the input; ``cute_kernels.reference.activations``
-                    states its bits.
-            interleaved: rows a and b of W1 alternate, a first, as gpt-oss has them.
-            recipe: formats of both layers; BF16 by default.
-            single_parameter: as in ``GroupedLinear``.
-            fuse_wgrad_accumulation: as in ``GroupedLinear``.
-            delay_wgrad: as in ``GroupedLinear``.
-            device: device of the parameters.
-            dtype: dtype of the parameters.
+        num_groups: G, the number of experts.
+        hidden_size: width of input and output; a multiple of 16 for a quantized recipe.
+        intermediate_size: width between the two layers; a multiple of 16 likewise.
+        bias: whether both layers have biases.
+        activation: a name such as ``"swiglu"`` or ``"gelu"``, or a ``grouped.Activation``. W1
+            has 2 * intermediate_size rows a group for gated ones. It is computed in fp32,
+            rounded once to the dtype of the input; ``cute_kernels.reference.activations``
+            states its bits.
+        interleaved: rows a and b of W1 alternate, a first, as gpt-oss has them.
+        recipe: formats of both layers; BF16 by default.
+        single_parameter: as in ``GroupedLinear``.
+        fuse_wgrad_accumulation: as in ``GroupedLinear``.
+        delay_wgrad: as in ``GroupedLinear``.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Shape:
-            As ``GroupedLinear``: input and output (..., hidden_size), ``offs`` (G,) end rows.
+        As ``GroupedLinear``: input and output (..., hidden_size), ``offs`` (G,) end rows.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class GroupedMLP(nn.Module):
         style: Style,
         meanwhile: Callable[[], object] | None = None,
     ) -> Tensor:
-        """``grouped.experts.experts`` with both layers, or ``exchange``, which takes what it does,
+        """``grouped.functional.experts.experts`` with both layers, or ``exchange``, which takes what it does,
         and ``meanwhile``.
         """
         layers = self.layers(rows, weights, is_first_microbatch)

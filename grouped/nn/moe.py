@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cute_kernels.activations import ACTIVATIONS, Activation
+from cute_kernels.formats.activations import ACTIVATIONS, Activation
 from cute_kernels.ops.checks import check_dtype, same_device
-from cute_kernels.ops.registry import is_observed
 from cute_kernels.records import check_kind
+from cute_kernels.runtime.observers import needs_dispatcher
 
-from ..autograd import rows_and_ends, rows_of
-from ..experts import Style, compute_routing, experts, without_gradients
+from ..functional.experts import Style, compute_routing, experts, without_gradients
+from ..functional.linear_autograd import rows_and_ends, rows_of
 from ..recipes import Recipe
+from ..tensor.validation import check_is_tensor
 from ..tracing import eager_only
-from ..validation import check_is_tensor
 from .linear import check_width
 from .mlp import GroupedMLP, Mixture, is_bare
 from .router import MoELosses, Router
@@ -184,25 +184,25 @@ class MoE(nn.Module):
         """Apply the mixture.
 
         Args:
-                x: (..., H) bf16, fp16 or fp32; under autocast the experts compute in its dtype.
-                losses: also return the losses of the routing.
-                num_tokens: how many of the T tokens that the leading dimensions flatten to are
-                        there: an integer tensor of one element on the device of ``x``. The others
-                        are the tail of a capacity buffer: they go to no expert, count in no loss,
-                        and their outputs and gradients are zeros. For CUDA graphs. Only tokens at
-                        the end can be left out: there is no padding mask. Padding at the left or in
-                        the middle of sequences is routed, counts in the losses and in
-                        ``tokens_per_expert``; pack the batch (``x[mask]``) to leave it out. Out of
-                        [0, T] raises on a CPU; where nobody reads it, on a GPU or compiled, it
-                        counts as 0 or T.
-                is_first_microbatch: as in ``GroupedLinear.forward``.
+            x: (..., H) bf16, fp16 or fp32; under autocast the experts compute in its dtype.
+            losses: also return the losses of the routing.
+            num_tokens: how many of the T tokens that the leading dimensions flatten to are
+                there: an integer tensor of one element on the device of ``x``. The others
+                are the tail of a capacity buffer: they go to no expert, count in no loss,
+                and their outputs and gradients are zeros. For CUDA graphs. Only tokens at
+                the end can be left out: there is no padding mask. Padding at the left or in
+                the middle of sequences is routed, counts in the losses and in
+                ``tokens_per_expert``; pack the batch (``x[mask]``) to leave it out. Out of
+                [0, T] raises on a CPU; where nobody reads it, on a GPU or compiled, it
+                counts as 0 or T.
+            is_first_microbatch: as in ``GroupedLinear.forward``.
 
         Returns:
-                (..., H) of the dtype of ``x``; with ``losses`` also ``MoELosses``.
+            (..., H) of the dtype of ``x``; with ``losses`` also ``MoELosses``.
 
         Raises:
-                ValueError, TypeError: an argument that breaks a rule.
-                RuntimeError: as in ``GroupedLinear.forward``; or a transform of ``torch.func``.
+            ValueError, TypeError: an argument that breaks a rule.
+            RuntimeError: as in ``GroupedLinear.forward``; or a transform of ``torch.func``.
         """
         if not (
             type(losses) is bool
@@ -297,7 +297,7 @@ class MoE(nn.Module):
         same_device("x", x.device, num_tokens=num_tokens)
         if (
             num_tokens.device.type == "cpu"
-            and not is_observed((num_tokens,))
+            and not needs_dispatcher((num_tokens,))
             and not 0 <= int(num_tokens) <= most
         ):
             raise ValueError(

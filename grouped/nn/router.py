@@ -11,15 +11,17 @@ from torch.autograd.function import once_differentiable
 from cute_kernels import ops
 from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype, check_tensor, same_device
 from cute_kernels.ops.derivatives import register_autograd
-from cute_kernels.ops.replay import replayed
-from cute_kernels.ops.router import SCORES
+from cute_kernels.ops.flops import register_flops
+from cute_kernels.ops.moe.router_op import SCORES
 from cute_kernels.records import check_choice, check_kind
 from cute_kernels.reference.router import TINY, bf16_parts
+from cute_kernels.runtime.replay import replayed
+from grouped.functional.flops import product_flops
 
-from ..autocast import in_own_dtypes
-from ..sums import sum_over
-from ..validation import check_size
-from .kept import local
+from ..functional.autocast import in_own_dtypes
+from ..functional.rank_sums import sum_over
+from ..tensor.validation import check_size
+from .cached_weight import local
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,11 +31,11 @@ class MoELosses(NamedTuple):
     """What a mixture of experts asks a trainer to look at; none is scaled by a coefficient.
 
     Attributes:
-            balance: E * sum over experts of (share of the routed pairs) * (mean score), scores
-                    summing to 1: 1 where both are even. Shazeer's and Fedus's loss (arXiv
-                    2101.03961).
-            z: mean over the tokens of logsumexp(logits)^2 (arXiv 2202.08906).
-            tokens_per_expert: (E,) int32.
+        balance: E * sum over experts of (share of the routed pairs) * (mean score), scores
+            summing to 1: 1 where both are even. Shazeer's and Fedus's loss (arXiv
+            2101.03961).
+        z: mean over the tokens of logsumexp(logits)^2 (arXiv 2202.08906).
+        tokens_per_expert: (E,) int32.
     """
 
     balance: Tensor
@@ -45,10 +47,10 @@ class Choice(NamedTuple):
     """What a router found for each token.
 
     Attributes:
-            expert_ids: (T, k) int64, the best first; -1 of tokens that are not there.
-            weights: (T, k) fp32.
-            scores: (T, E) fp32.
-            logits: (T, E) fp32.
+        expert_ids: (T, k) int64, the best first; -1 of tokens that are not there.
+        weights: (T, k) fp32.
+        scores: (T, E) fp32.
+        logits: (T, E) fp32.
     """
 
     expert_ids: Tensor
@@ -64,10 +66,10 @@ class Router(nn.Module):
     alone: the first of equal scores wins.
 
     Attributes:
-            weight: (E, H).
-            bias: (E,) of the logits, or None.
-            selection_bias: (E,) fp32 buffer, added to scores where experts are chosen and nowhere
-                    else (DeepSeek-V3's ``e_score_correction_bias``), or None.
+        weight: (E, H).
+        bias: (E,) of the logits, or None.
+        selection_bias: (E,) fp32 buffer, added to scores where experts are chosen and nowhere
+            else (DeepSeek-V3's ``e_score_correction_bias``), or None.
 
     The arguments are those of ``grouped.nn.MoE``.
     """
@@ -231,15 +233,15 @@ class Router(nn.Module):
         ``group``; each of its processes must call.
 
         Args:
-                tokens_per_expert: (E,) counts of the step in this process, such as
-                        ``MoELosses.tokens_per_expert``. Counts that are summed over the processes
-                        already give the same biases.
-                rate: step of a bias.
-                group: processes to sum over instead of those that the router knows.
+            tokens_per_expert: (E,) counts of the step in this process, such as
+                ``MoELosses.tokens_per_expert``. Counts that are summed over the processes
+                already give the same biases.
+            rate: step of a bias.
+            group: processes to sum over instead of those that the router knows.
 
         Raises:
-                RuntimeError: the router has no ``selection_bias``.
-                TypeError, ValueError: ``tokens_per_expert`` is no tensor of E numbers.
+            RuntimeError: the router has no ``selection_bias``.
+            TypeError, ValueError: ``tokens_per_expert`` is no tensor of E numbers.
         """
         if self.selection_bias is None:
             raise RuntimeError("the router has no selection_bias: make it with selection_bias=True")
@@ -446,3 +448,6 @@ def _gradients_of_parts(
 _LIBRARY.impl("router_logits", _logits, "CompositeExplicitAutograd")
 torch.library.register_fake("grouped::router_logits", _logits_fake, lib=_LIBRARY)
 register_autograd("router_logits", _logits_backward, _save, _LIBRARY)
+
+
+register_flops(torch.ops.grouped, product_flops, "router_logits")

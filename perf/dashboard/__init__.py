@@ -21,7 +21,7 @@ def publish(folder: Path, records: Sequence[Record], numerics: Sequence[Any] = (
     The folder is made where it is missing; files of the same names are replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    index, data, image = (folder / n for n in ("index.html", "records.jsonl.xz", "badge.svg"))
+    index, data, image = (folder / n for n in ("index.html", "records.jsonl", "badge.svg"))
     index.write_text(page(records, data.name, numerics), encoding="utf-8")
     write(data, records)
     image.write_text(badge(records), encoding="utf-8")
@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Write what was asked for.
 
     Raises:
-            ValueError: nothing was, or the records make no page.
+        ValueError: nothing was, or the records make no page.
     """
     if not (arguments.out or arguments.publish or arguments.badge):
         raise ValueError("say what to write: --out FILE, --publish DIR or --badge FILE")

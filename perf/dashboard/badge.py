@@ -25,7 +25,7 @@ def speedups(records: Iterable[Record]) -> tuple[str, list[float]]:
     """
     both: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in sorted(records, key=lambda record: record.time):
-        is_product = (record.suite, record.kind, record.what) == ("gemm", "gpu", "time")
+        is_product = (record.suite, record.kind, record.quantity) == ("gemm", "gpu", "time")
         if is_product and record.commit and (record.contender, record.format) in _SIDES:
             case = tuple(sorted((name, str(value)) for name, value in record.case.items()))
             both.setdefault((record.gpu, record.protocol, case, record.commit), {})[

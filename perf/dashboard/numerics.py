@@ -17,7 +17,7 @@ def read_numerics(paths: Iterable[Path]) -> list[dict[str, Any]]:
     earlier ones.
 
     Raises:
-            ValueError: a line is no record of numerics of the version that is read.
+        ValueError: a line is no record of numerics of the version that is read.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for path in paths:

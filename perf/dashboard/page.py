@@ -38,8 +38,8 @@ def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()
     """The whole page; ``data`` is the address of a file of the records, if there is one beside it.
 
     Raises:
-            ImportError: there is no plotly.
-            ValueError: there are no records.
+        ImportError: there is no plotly.
+        ValueError: there are no records.
     """
     parts = {
         "style": _asset("style.css"),

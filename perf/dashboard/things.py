@@ -16,7 +16,7 @@ _ROOFS = {"copy": "memory", "bfloat16": "bf16", "fp8": "FP8", "fp4": "FP4"}
 _TIMES = ("us", "ms", "s")
 #: Fields of a record that the page shows as they are.
 _SHOWN = (
-    "suite contender format what unit protocol kind value spread repeats error bytes flops time"
+    "suite contender format quantity unit protocol kind value spread repeats error bytes flops time"
 )
 
 
@@ -67,8 +67,8 @@ def history_of(records: Iterable[Record], commits: Mapping[str, str]) -> list[di
     """What became of the one thing of these records, by ``perf compare``, over named commits.
 
     Returns:
-            Of each commit that has it: its name and time, the median of its runs, the verdict, the
-            relative difference (positive if worse), the noise, and the spread of its newest run.
+        Of each commit that has it: its name and time, the median of its runs, the verdict, the
+        relative difference (positive if worse), the noise, and the spread of its newest run.
     """
     by_commit: dict[str, list[Record]] = {}
     for record in records:
@@ -141,7 +141,7 @@ def payload(records: Sequence[Record], numerics: Sequence[Any] = ()) -> dict[str
     """What the page needs, as JSON can say it.
 
     Raises:
-            ValueError: there are none.
+        ValueError: there are none.
     """
     if not records:
         raise ValueError("there are no records to show")

@@ -14,7 +14,7 @@ def meter_of(backend: str, protocol: str, quick: bool, options: Mapping[str, Any
     """The meter of a backend; ``""`` is the GPU's kernels, or the reference where there is no GPU.
 
     Raises:
-            ValueError: the backend needs a GPU, and there is none.
+        ValueError: the backend needs a GPU, and there is none.
     """
     if not backend:
         backend = "cuda" if torch.cuda.is_available() else "reference"

@@ -20,7 +20,7 @@ from ..environment import environment
 class Measurement:
     """The fields of ``Record`` that a meter finds."""
 
-    what: str
+    quantity: str
     value: float
     unit: str
     protocol: str
@@ -34,20 +34,20 @@ def spread_of(values: Sequence[float]) -> float:
     return max(values) - min(values)
 
 
-def of_times(times: Sequence[float], what: str, protocol: str, **more: Any) -> Measurement:
+def of_times(times: Sequence[float], quantity: str, protocol: str, **more: Any) -> Measurement:
     rounded = (round(statistics.median(times), 2), round(spread_of(times), 2))
-    return Measurement(what, rounded[0], "us", protocol, rounded[1], len(times), **more)
+    return Measurement(quantity, rounded[0], "us", protocol, rounded[1], len(times), **more)
 
 
 class Meter:
     """Measures contenders.
 
     Attributes:
-            kind: one of ``records.KINDS``.
-            backend: what the contenders of this package run on.
-            device: where operands lie.
-            arch: whose kernels run, as ``cute_kernels.support`` takes it.
-            quick: whether this run is to see that everything runs.
+        kind: one of ``records.KINDS``.
+        backend: what the contenders of this package run on.
+        device: where operands lie.
+        arch: whose kernels run, as ``cute_kernels.support`` takes it.
+        quick: whether this run is to see that everything runs.
     """
 
     kind: str

@@ -34,7 +34,7 @@ class CpuMeter(Meter):
                     mine.append(_seconds(run, count) * 1e6)
         protocol = f"{self.backend}, warm"
         return [
-            [of_times(mine, contender.what, protocol)]
+            [of_times(mine, contender.quantity, protocol)]
             for contender, mine in zip(contenders, times, strict=True)
         ]
 

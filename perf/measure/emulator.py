@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import cute_kernels
-from cute_kernels import emulator
+import ptx_emulator as emulator
 
 from ..contender import Contender, Run
 from ..environment import environment
@@ -35,7 +35,7 @@ def count(run: Run) -> dict[str, int]:
     """What the kernels that ``run`` launches on the emulator execute and move.
 
     Raises:
-            RuntimeError: it launched none.
+        RuntimeError: it launched none.
     """
     emulator.reset_stats()
     run()

@@ -82,7 +82,7 @@ class GpuMeter(Meter):
         times, meters = self._replay(timers)
         return [
             [
-                of_times(mine, c.what, self._name(timer), **power.result()),
+                of_times(mine, c.quantity, self._name(timer), **power.result()),
                 *(details_of(run) if c.is_step else ()),
             ]
             for c, timer, mine, power, (run, *_) in zip(

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 import cute_kernels
-from cute_kernels.ops import registry
+from cute_kernels.ops import registration as registry
 from cute_kernels.ops.checks import unchecked_end_rows
 from cute_kernels.runtime.launch import launcher
+from cute_kernels.runtime.plan_cache import clear_plan_cache
 
 from ..contender import Contender, Run
 from .base import Measurement, Meter, spread_of
@@ -87,21 +88,22 @@ class HostMeter(Meter):
             registry, "launcher", lambda backend, device: self._recorder
         )
         with launcher, unchecked_end_rows():
-            registry.forget_plans()
+            clear_plan_cache()
             yield
-        registry.forget_plans()
+        clear_plan_cache()
 
     def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
         launches = self._launches(run)
         with self.active():
             run()
-            found = [self._time(run, contender.what)]
+            found = [self._time(run, contender.quantity)]
             if contender.is_ours:
                 found.append(Measurement("launches", len(launches), "1", found[0].protocol))
             if self.kind == "gpu" and launches:
                 found.append(
                     self._time(
-                        lambda: [launch() for launch in launches], f"{contender.what} of launches"
+                        lambda: [launch() for launch in launches],
+                        f"{contender.quantity} of launches",
                     )
                 )
         return found
@@ -113,7 +115,7 @@ class HostMeter(Meter):
         self._recorder.launches = None
         return launches
 
-    def _time(self, run: Run, what: str) -> Measurement:
+    def _time(self, run: Run, quantity: str) -> Measurement:
         medians = []
         for _ in range(self._rounds):
             times = []
@@ -128,5 +130,10 @@ class HostMeter(Meter):
         if self.kind == "cpu":
             protocol += ", no launches"
         return Measurement(
-            what, round(min(medians), 2), "us", protocol, round(spread_of(medians), 2), self._rounds
+            quantity,
+            round(min(medians), 2),
+            "us",
+            protocol,
+            round(spread_of(medians), 2),
+            self._rounds,
         )

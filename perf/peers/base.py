@@ -39,12 +39,12 @@ class Peer:
     ``LayerWork``), ``mixtures`` (of a ``MoEWork``) and ``experts`` (of an ``ExpertsWork``).
 
     Attributes:
-            name: as ``Record.contender``.
-            module: what is imported.
-            distribution: its name on PyPI, if it is not the module's.
-            kinds: of ``records.KINDS``, where it runs.
-            capabilities: major compute capabilities of GPUs that it runs on; empty if all.
-            sources: folder of a checkout that the emulator needs.
+        name: as ``Record.contender``.
+        module: what is imported.
+        distribution: its name on PyPI, if it is not the module's.
+        kinds: of ``records.KINDS``, where it runs.
+        capabilities: major compute capabilities of GPUs that it runs on; empty if all.
+        sources: folder of a checkout that the emulator needs.
     """
 
     name: ClassVar[str]
@@ -173,7 +173,7 @@ def linear_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Weights (G, N, K) quantized to NVFP4 as other libraries keep them.
 
     Returns:
-            (G, N, K / 2) codes, (G, N, K / 16) E4M3 scales, and (G,) what both are multiplied by.
+        (G, N, K / 2) codes, (G, N, K / 16) E4M3 scales, and (G,) what both are multiplied by.
     """
     parts = grouped.quantize(weight, NVFP4()).to_parts(global_scale=True)
     return parts["codes"], parts["scales"], parts["global_scale"]

@@ -26,12 +26,12 @@ class Tiles:
     """How products are cut.
 
     Attributes:
-            rows: the least and the most rows of a tile, which is the power of two that holds the
-                mean.
-            step: what the rows of a group's last tile are rounded up to; 0: to the tile's.
-            cols: columns of a tile of one SM.
-            wgrad_rows: rows of one of a gradient of weights.
-            depth: what the rows of a group are rounded up to where they are contracted.
+        rows: the least and the most rows of a tile, which is the power of two that holds the
+            mean.
+        step: what the rows of a group's last tile are rounded up to; 0: to the tile's.
+        cols: columns of a tile of one SM.
+        wgrad_rows: rows of one of a gradient of weights.
+        depth: what the rows of a group are rounded up to where they are contracted.
     """
 
     rows: tuple[int, int]
@@ -46,13 +46,13 @@ class Gpu:
     """A GPU.
 
     Attributes:
-            name: part of what its driver calls it.
-            clock: GHz under load.
-            copy: TB/s of a copy kernel, read and written.
-            dense: sustained TFLOP/s of large dense products, by what is multiplied.
-            peak: the same at the clock of the data sheet.
-            memory: GB.
-            doubt: median relative error of predictions where they were not measured.
+        name: part of what its driver calls it.
+        clock: GHz under load.
+        copy: TB/s of a copy kernel, read and written.
+        dense: sustained TFLOP/s of large dense products, by what is multiplied.
+        peak: the same at the clock of the data sheet.
+        memory: GB.
+        doubt: median relative error of predictions where they were not measured.
     """
 
     name: str
@@ -137,7 +137,7 @@ def gpu_of(name: str) -> Gpu:
     """A GPU by its name, or by what its driver calls it.
 
     Raises:
-            ValueError: it is not one of ``GPUS``.
+        ValueError: it is not one of ``GPUS``.
     """
     found = next((gpu for key, gpu in GPUS.items() if key in name.upper()), None)
     if found is None:

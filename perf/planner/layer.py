@@ -33,8 +33,8 @@ def passes(layer: Layer, recipe: Recipe, gpu: Gpu, counts: Counts) -> dict[str, 
     """The kernels of each pass.
 
     Returns:
-            ``"serving"``: forward in ``eval()``, weights quantized before. ``"weights"``:
-            quantizing them. ``"forward"`` and ``"backward"`` of training, without that.
+        ``"serving"``: forward in ``eval()``, weights quantized before. ``"weights"``:
+        quantizing them. ``"forward"`` and ``"backward"`` of training, without that.
     """
     found: dict[str, list[Kernel]] = {n: [] for n in ("serving", "weights", "forward", "backward")}
     rows = sum(layer.sizes)
@@ -84,9 +84,9 @@ def memory(layer: Layer, recipe: Recipe) -> dict[str, int]:
     """Bytes of a training step of ``GroupedMLP``: it runs on fake tensors, see ``measure.memory``.
 
     Returns:
-            Of the bf16 weights and of both their quantized copies; what autograd keeps; the most
-            that lives at once above parameters and input, gradients of both among it; that and the
-            weights.
+        Of the bf16 weights and of both their quantized copies; what autograd keeps; the most
+        that lives at once above parameters and input, gradients of both among it; that and the
+        weights.
     """
     experts = len(layer.sizes)
     rows = ceil_div(sum(layer.sizes), experts)

@@ -77,9 +77,9 @@ def _layer(record: Record, gpu: Gpu, counts: Counts) -> list[Kernel]:
 def kernels_of(record: Record, counts: Counts) -> list[Kernel]:
     """The kernels that a record's time is of; none if it is not known of what it is."""
     read = {"gemm": _gemm, "quantize": _quantize, "layer": _layer}.get(record.suite)
-    if record.kind != "gpu" or record.what not in _PARTS or read is None:
+    if record.kind != "gpu" or record.quantity not in _PARTS or read is None:
         return []
-    return read(record, gpu_of(record.gpu), counts)[_PARTS[record.what]]
+    return read(record, gpu_of(record.gpu), counts)[_PARTS[record.quantity]]
 
 
 def _seen(record: Record, counts: Counts) -> Observation:
@@ -97,7 +97,7 @@ def ours(records: Sequence[Record], gpu: str = FITTED) -> list[Observation]:
     mine = [
         record
         for record in records
-        if gpu in record.gpu and record.commit and record.what in _PARTS
+        if gpu in record.gpu and record.commit and record.quantity in _PARTS
         if record.contender in _OURS.get(record.suite, ())
     ]
     return [each for each in (_seen(record, counts) for record in latest(mine)) if each.kernels]
@@ -114,7 +114,7 @@ def fitted(records: Sequence[Record]) -> Model:
     """The model of all records.
 
     Raises:
-            ValueError: there are too few of ours.
+        ValueError: there are too few of ours.
     """
     mine = ours(records)
     if len(mine) < 2:

@@ -30,16 +30,16 @@ class Kernel:
     """The work of a kernel, or of a few that one call launches.
 
     Attributes:
-            kind: kernels that share coefficients: ``"product"``, ``"wgrad"``, ``"quantize"``,
-                    ``"expand"`` or ``"elementwise"``.
-            bytes: read and written, each once.
-            useful: operations that were asked for.
-            flops: operations that tensor cores are busy for: with padding, and SMs that wait.
-            multiplied: what they multiply, a key of ``Gpu.dense``.
-            multiply: name of the coefficient of that.
-            instructions: of threads; elements that are decoded, where ``decode`` is one's price.
-            decode: name of the coefficient of those.
-            waves: tiles one after the other on an SM.
+        kind: kernels that share coefficients: ``"product"``, ``"wgrad"``, ``"quantize"``,
+            ``"expand"`` or ``"elementwise"``.
+        bytes: read and written, each once.
+        useful: operations that were asked for.
+        flops: operations that tensor cores are busy for: with padding, and SMs that wait.
+        multiplied: what they multiply, a key of ``Gpu.dense``.
+        multiply: name of the coefficient of that.
+        instructions: of threads; elements that are decoded, where ``decode`` is one's price.
+        decode: name of the coefficient of those.
+        waves: tiles one after the other on an SM.
     """
 
     name: str
@@ -60,10 +60,10 @@ class Product:
     """A product of a layer whose weights are (groups, n, k).
 
     Attributes:
-            sizes: rows of each group.
-            a, b: formats of the operands, None for bf16.
-            prepacked: B has the order of bits of ``prepack``.
-            ready: A comes as what is multiplied, from a quantizer that makes it.
+        sizes: rows of each group.
+        a, b: formats of the operands, None for bf16.
+        prepacked: B has the order of bits of ``prepack``.
+        ready: A comes as what is multiplied, from a quantizer that makes it.
     """
 
     product: str
@@ -158,7 +158,7 @@ class Counts:
         found: dict[tuple[str, ...], tuple[float, float]] = {}
         for r in records:
             is_ours = r.is_count and r.contender == "ours" and r.gpu.startswith(arch)
-            if is_ours and r.what == "thread instructions" and "op" in r.case:
+            if is_ours and r.quantity == "thread instructions" and "op" in r.case:
                 elements = float(r.case["rows"] * r.case["cols"])
                 names = (str(r.case.get(name, "")) for name in ("op", "directions", "amax"))
                 key = (r.format, *names)
@@ -192,7 +192,7 @@ def quantization(
 ) -> Kernel:
     """The kernels that quantize bf16; ``to_values`` to fp16, where a product would expand codes."""
     asked = Quantization(directions, gives_amax)
-    reads_twice = asked.has_group_level(fmt) and not gives_amax and not fmt.takes_scale
+    reads_twice = asked.has_group_level(fmt) and not gives_amax and not fmt.has_given_scale
     computed = counts.of(fmt, "quantize", directions, "computed")
     given = counts.of(fmt, "quantize", directions, "given")
     if reads_twice and computed is None and given is not None:

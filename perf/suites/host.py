@@ -45,7 +45,9 @@ def _calls(device: torch.device) -> dict[tuple[str, str], list[Contender]]:
     def add(
         call: str, text: str, run: Callable[[], Any], directions: str = "", who: str = "ours"
     ) -> None:
-        found.setdefault((call, directions), []).append(unchecked(who, text, run, what="host time"))
+        found.setdefault((call, directions), []).append(
+            unchecked(who, text, run, quantity="host time")
+        )
 
     add("quantize", _BY_ROW, lambda: quantize(x, _BY_ROW, offs), "row")
     add("quantize", "nvfp4", lambda: quantize(x, "nvfp4", offs), "row")
@@ -113,7 +115,7 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
         work = MoEWork("moe", _MOE, _TOKENS, "random", PASSES[0], meter.device, options.seed, copy)
         found = work.contenders(meter, options)
         timed: dict[str, Any] = {
-            "what": "host time",
+            "quantity": "host time",
             "is_step": False,
             "bytes": None,
             "flops": None,

@@ -68,9 +68,9 @@ class Quantization:
     """What is asked of a quantizer.
 
     Attributes:
-            directions: a key of ``DIRECTIONS``.
-            gives_amax: the amaxes of groups are given.
-            activates: SwiGLU of the input is quantized.
+        directions: a key of ``DIRECTIONS``.
+        gives_amax: the amaxes of groups are given.
+        activates: SwiGLU of the input is quantized.
     """
 
     directions: str
@@ -88,7 +88,7 @@ class Quantization:
         return not self.gives_amax or self.has_group_level(fmt)
 
     def has_group_level(self, fmt: Format) -> bool:
-        levels = [fmt.level(way) for way in self.ways]
+        levels = [fmt.global_scale_for(way) for way in self.ways]
         return any(level is not None and level.per == "group" for level in levels)
 
     def moved(self, data: Input, fmt: Format) -> float:

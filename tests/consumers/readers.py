@@ -25,13 +25,13 @@ class Answer(NamedTuple):
     """The answer of a reader about a folder.
 
     Attributes:
-            config: its configuration class.
-            experts: the class that it chooses for experts.
-            weight_only: whether activations stay as they are; None if the reader has no such
-                choice.
-            block: group or block size.
-            quantized: attention, router and head layers that it takes for quantized: none should
-                be.
+        config: its configuration class.
+        experts: the class that it chooses for experts.
+        weight_only: whether activations stay as they are; None if the reader has no such
+            choice.
+        block: group or block size.
+        quantized: attention, router and head layers that it takes for quantized: none should
+            be.
     """
 
     config: str

@@ -75,11 +75,11 @@ class Package(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules of a package in a folder: those named as they are, the others as stubs.
 
     Args:
-            name: the package.
-            root: the folder that has it.
-            real: the modules to import.
-            others: other packages of which all is a stub.
-            values: what attributes of stub modules are, by ``module:attribute``.
+        name: the package.
+        root: the folder that has it.
+        real: the modules to import.
+        others: other packages of which all is a stub.
+        values: what attributes of stub modules are, by ``module:attribute``.
     """
 
     def __init__(

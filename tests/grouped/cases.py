@@ -1,3 +1,5 @@
+"""Recipes, formats, tensors and comparisons that the tests of ``grouped`` share."""
+
 from collections import Counter
 
 import torch
@@ -17,7 +19,7 @@ FP8_RECIPES = {
     "fp8-block-fp32": recipes.FP8Block(grad_dtype=E5M2, pow2_scales=False, amax_epsilon=1e-3),
     "fp8": recipes.FP8Current(),
 }
-#: One of each kind whose results no random numbers decide; inputs are bf16.
+#: One recipe of each kind without random numbers; inputs are bf16.
 ALL_RECIPES = RECIPES | {name: FP8_RECIPES[name] for name in ("mxfp8", "fp8-block", "fp8")}
 ALL_RECIPES["hadamard"] = recipes.NVFP4(hadamard=True)
 QUANTIZED = {name: recipe for name, recipe in RECIPES.items() if recipe.is_quantized}
@@ -27,7 +29,7 @@ FORMATS = {
     "row-scaled": grouped.NVFP4(row_scaled=True),
 }
 WEIGHT_FORMAT = FORMATS["16x16"]
-#: One of each kind of record: of element, scale and its layout, second level, and columnwise copy.
+#: One format per kind of element, scale, scale layout, global scale and columnwise copy.
 EVERY_FORMAT = {
     **FORMATS,
     "fp8": grouped.FP8(),
@@ -39,12 +41,12 @@ EVERY_FORMAT = {
 
 
 def weight(groups=3, rows=48, cols=64):
-    """(G, N, K) bf16."""
+    """Return a weight: (groups, rows, cols), bfloat16."""
     return torch.randn(groups, rows, cols, dtype=BF16)
 
 
 def ragged(fmt=FORMATS["row-scaled"], **options):
-    """Of three groups and a tail."""
+    """Return a quantized tensor of three ragged groups and a tail."""
     return grouped.quantize(sample(36, 64), fmt, offs=[7, 7, 33], **{"columnwise": True, **options})
 
 
@@ -57,7 +59,7 @@ SHAPES = [(5, 64), (0, 32), (130, 32), (1, 160)]
 
 
 def shaped(fmt=FORMATS["row-scaled"], **options):
-    """Of members with shapes of their own and a tail."""
+    """Return a quantized tensor whose members have different shapes, and a tail."""
     return grouped.quantize(sample(4700), fmt, **{"shapes": SHAPES, "columnwise": True, **options})
 
 
@@ -66,16 +68,17 @@ def parameter(requires_grad=True, fmt=WEIGHT_FORMAT, **options):
 
 
 def weights_quantized(counter):
-    """How many of the quantizations are of weights, which have no offs."""
+    """Return the number of quantizations of weights, which have no offs."""
     return sum(args[2] is None for args in counter.arguments("grouped_quantize"))
 
 
 def bytes_of(x):
+    """Return a copy of every tensor inside of a GroupedTensor, by name."""
     inner = {name: getattr(x, name) for name in ("offs", "shapes", "element_offsets")}
     for direction in ("rowwise", "columnwise"):
-        held = getattr(x, direction)
-        if held is not None:
-            inner |= {f"{direction} {name}": t for name, t in held._asdict().items()}
+        operand = getattr(x, direction)
+        if operand is not None:
+            inner |= {f"{direction} {name}": t for name, t in operand._asdict().items()}
     return {name: t.clone() for name, t in inner.items() if t is not None}
 
 
@@ -90,21 +93,21 @@ def assert_same_tensor(got, want):
 
 
 def close(got, want, relative=2e-2):
-    """The largest difference, over the largest magnitude that there should be."""
+    """Compare the largest difference with the largest magnitude that is expected."""
     torch.testing.assert_close(
         got.double(), want.double(), rtol=0, atol=relative * float(want.detach().abs().max())
     )
 
 
 def decode_member(codes, scales, amax, cols):
-    """(R, cols) fp32 values of compact NVFP4 codes (R, C / 2), written from the format's text."""
-    second = amax.reshape(-1, 1) if amax.dim() else amax
-    factor = scales.float() * second * torch.tensor(1 / 2688, dtype=F32)
+    """Decode compact NVFP4 codes (R, C / 2) by the text of the format: (R, cols), float32."""
+    global_scale = amax.reshape(-1, 1) if amax.dim() else amax
+    factor = scales.float() * global_scale * torch.tensor(1 / 2688, dtype=F32)
     return e2m1_values(codes)[:, :cols].float() * factor.repeat_interleave(16, dim=1)[:, :cols]
 
 
 class OpCounter(TorchDispatchMode):
-    """Counts the ops that run inside, and keeps the arguments of each."""
+    """Records the ops that run inside, with the arguments of each call."""
 
     def __init__(self):
         super().__init__()
@@ -112,8 +115,8 @@ class OpCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # Trailing arguments that have their default values are left out of args.
-        rest = tuple(a.default_value for a in func._schema.arguments[len(args) :])
-        self.calls.append((func._schema.name.split("::")[1], args + rest))
+        defaults = tuple(a.default_value for a in func._schema.arguments[len(args) :])
+        self.calls.append((func._schema.name.split("::")[1], args + defaults))
         return func(*args, **(kwargs or {}))
 
     @property

@@ -1,3 +1,5 @@
+"""Errors of public functions: types and values of arguments, and the messages that name them."""
+
 import re
 
 import torch
@@ -77,14 +79,14 @@ def quantize(x=X, fmt=None, **options):
         ),
     ],
 )
-def test_what_is_wrong_is_named(call, message):
+def test_wrong_arguments_are_named(call, message):
     with raises((TypeError, ValueError), re.escape(message)):
         call()
 
 
-BOTH = {"scale": torch.ones(3), "amax": torch.ones(3)}
+SCALE_AND_AMAX = {"scale": torch.ones(3), "amax": torch.ones(3)}
 STOCHASTIC = grouped.NVFP4(stochastic_rounding=True)
-#: What is changed in a call of ``quantize``, and the message.
+#: Changed arguments of ``quantize``, and the message.
 WRONG_TYPES = [
     ({"x": quantize()}, r"\.dequantize\(\)"),
     ({"fmt": DELAYED, "scale": torch.ones(3).double()}, "scale must be float32"),
@@ -101,7 +103,7 @@ WRONG_VALUES = [
     ({"x": X[:, :24], "fmt": EVERY_FORMAT["fp8_block"]}, " 16 .*24"),
     ({"fmt": DELAYED}, "scale is missing: fp8:scaling=delayed"),
     ({"fmt": DELAYED, "scale": torch.ones(4)}, "scale must have size 3"),
-    ({"fmt": DELAYED, **BOTH}, "takes its scale, not its amax"),
+    ({"fmt": DELAYED, **SCALE_AND_AMAX}, "takes its scale, not its amax"),
     (
         {"fmt": grouped.FP8(), "scale": torch.ones(3)},
         r"leave it away, or take FP8\(scaling='delayed'\)",
@@ -122,9 +124,9 @@ WRONG_VALUES = [
 ]
 
 
-def refused(change):
+def quantize_with_changes(change):
     grouped.quantize(**{"x": X, "fmt": grouped.NVFP4(), "offs": OFFS} | change)
 
 
-test_types_that_quantize_refuses = refusals(refused, WRONG_TYPES, TypeError)
-test_values_that_quantize_refuses = refusals(refused, WRONG_VALUES, ValueError)
+test_quantize_refuses_types = refusals(quantize_with_changes, WRONG_TYPES, TypeError)
+test_quantize_refuses_values = refusals(quantize_with_changes, WRONG_VALUES, ValueError)

@@ -1,4 +1,4 @@
-"""``convert(calibrate=...)``: static scales of experts' inputs, measured by running the model."""
+"""``convert(calibrate=...)``: static input scales, against hooks in transformers' models."""
 
 import json
 import re
@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
-from grouped import convert
-from grouped.token_ids import read_ids
+from grouped.checkpoint import convert
+from grouped.checkpoint.token_ids import read_ids
 
 EXPERTS, HIDDEN, VOCABULARY = 4, 64, 32
 FEW = {
@@ -27,14 +27,15 @@ FEW = {
     "vocab_size": VOCABULARY,
     "intermediate_size": 32,
 }
-#: Names of projections by the input that they take, and of the path of experts in files.
+#: Projections grouped by their input, and the path of the experts in files.
 NAMES = {
     "qwen3": ((("gate_proj", "up_proj"), ("down_proj",)), "model.layers.{}.mlp.experts"),
     "mixtral": ((("w1", "w3"), ("w2",)), "model.layers.{}.block_sparse_moe.experts"),
 }
 
 
-def model_of(kind):
+def build_model(kind):
+    """Return a small model of transformers with 2 layers and 4 experts each."""
     from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -51,7 +52,7 @@ def model_of(kind):
 
 @torch.no_grad()
 def expected(model, sequences):
-    """The amaxes (layers, 2, experts) by hooks around transformers' own experts; 0 without a token."""
+    """Record the amaxes (layers, 2, experts) with hooks; 0 for an expert without a token."""
     amaxes = torch.zeros(2, 2, EXPERTS)
 
     def record(layer):
@@ -66,7 +67,7 @@ def expected(model, sequences):
         return hook
 
     experts = [layer.mlp.experts for layer in model.model.layers]
-    handles = [of.register_forward_pre_hook(record(i)) for i, of in enumerate(experts)]
+    handles = [module.register_forward_pre_hook(record(i)) for i, module in enumerate(experts)]
     for ids in sequences:
         model(ids[None])
     for handle in handles:
@@ -75,8 +76,8 @@ def expected(model, sequences):
 
 
 @each("kind", [*NAMES])
-def test_scales_are_those_of_the_inputs(kind, tmp_path):
-    model, source, ids = model_of(kind), tmp_path / "source", tmp_path / "ids.json"
+def test_scales_of_inputs(kind, tmp_path):
+    model, source, ids = build_model(kind), tmp_path / "source", tmp_path / "ids.json"
     model.save_pretrained(source)
     sequences = [
         torch.tensor([1, 2, 3]),
@@ -107,22 +108,22 @@ def test_scales_are_those_of_the_inputs(kind, tmp_path):
             for i, names in enumerate(projections):
                 for g in range(EXPERTS):
                     for name in names:
-                        found = tensors[f"{path.format(layer)}.{g}.{name}.{suffix}"]
+                        got = tensors[f"{path.format(layer)}.{g}.{name}.{suffix}"]
                         torch.testing.assert_close(
-                            found.squeeze(), scale[layer, i, g], rtol=1e-5, atol=0
+                            got.squeeze(), scale[layer, i, g], rtol=1e-5, atol=0
                         )
 
 
 def test_the_command_calibrates_stacked_experts(tmp_path, capsys):
-    model, source, ids = model_of("qwen3"), tmp_path / "source", tmp_path / "ids.txt"
+    model, source, ids = build_model("qwen3"), tmp_path / "source", tmp_path / "ids.txt"
     model.save_pretrained(source)
     tensors = load_file(source / "model.safetensors")
-    for layer, of in enumerate(model.model.layers):
+    for layer, block in enumerate(model.model.layers):
         for name in [n for n in tensors if re.match(rf"model.layers.{layer}.mlp.experts", n)]:
             del tensors[name]
         for name in ("gate_up_proj", "down_proj"):
             tensors[f"model.layers.{layer}.mlp.experts.{name}"] = getattr(
-                of.mlp.experts, name
+                block.mlp.experts, name
             ).detach()
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     ids.write_text("1 2 3\n4, 5\n")
@@ -150,46 +151,65 @@ def test_the_command_calibrates_stacked_experts(tmp_path, capsys):
         )
 
 
-def test_what_cannot_be_calibrated_is_refused_before_anything_is_left(tmp_path, capsys):
-    model, source, ids = model_of("qwen3"), tmp_path / "source", tmp_path / "ids.json"
-    model.save_pretrained(source)
-    ids.write_text("[1, 2]")
-    with raises(ValueError, "layout deepseek has no input scales to calibrate"):
-        convert.convert(source, tmp_path / "a", layout="deepseek", calibrate=ids)
+@pytest.fixture
+def qwen3(tmp_path):
+    """Folder with a model of transformers; token ids are in ``ids.json`` beside it."""
+    build_model("qwen3").save_pretrained(tmp_path / "source")
+    (tmp_path / "ids.json").write_text("[1, 2]")
+    return tmp_path / "source"
+
+
+def assert_convert_fails(source, message, **options):
+    """Check that ``convert`` raises ValueError and writes no file."""
+    target = source.parent / "target"
+    with pytest.raises(ValueError, match=message):
+        convert.convert(source, target, calibrate=source.parent / "ids.json", **options)
+    assert not target.exists() or not list(target.iterdir())
+
+
+def test_calibration_needs_a_layout_with_input_scales(qwen3):
+    message = "layout deepseek has no input scales to calibrate"
+    assert_convert_fails(qwen3, message, layout="deepseek")
+
+
+def test_the_command_reports_an_error_in_one_line(qwen3, tmp_path, capsys):
     capsys.readouterr()
-    with raises(SystemExit, "1"):
-        convert.main(
-            [str(source), str(tmp_path / "a"), "--to", "fp8_block", "--calibrate", str(ids)]
-        )
+    arguments = [str(qwen3), str(tmp_path / "target"), "--to", "fp8_block"]
+    with pytest.raises(SystemExit, match="1"):
+        convert.main([*arguments, "--calibrate", str(tmp_path / "ids.json")])
     assert capsys.readouterr().err.count("\n") == 1
-    for text, message in (
-        (
-            f"[1, {VOCABULARY}]",
-            f"must hold token ids from 0 to {VOCABULARY - 1}, got 1 to {VOCABULARY}",
-        ),
-        ("[[1], [-1]]", "token ids from 0 to"),
-        ("[]", "ids.json has no token ids"),
-    ):
-        ids.write_text(text)
-        with raises(ValueError, message):
-            convert.convert(source, tmp_path / "a", calibrate=ids)
-    ids.write_text("[1, 2]")
-    tensors = load_file(source / "model.safetensors")
+    assert not (tmp_path / "target").exists() or not list((tmp_path / "target").iterdir())
+
+
+INVALID_IDS = {
+    "too large": (
+        f"[1, {VOCABULARY}]",
+        f"must hold token ids from 0 to {VOCABULARY - 1}, got 1 to {VOCABULARY}",
+    ),
+    "negative": ("[[1], [-1]]", "token ids from 0 to"),
+    "none": ("[]", "ids.json has no token ids"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), INVALID_IDS.values(), ids=INVALID_IDS)
+def test_invalid_token_ids(text, message, qwen3, tmp_path):
+    (tmp_path / "ids.json").write_text(text)
+    assert_convert_fails(qwen3, message)
+
+
+def test_experts_of_a_layer_that_the_model_does_not_run(qwen3):
+    tensors = load_file(qwen3 / "model.safetensors")
     more = {
         n.replace("layers.1", "layers.2"): t.clone()
         for n, t in tensors.items()
         if "layers.1.mlp.experts" in n
     }
-    save_file(tensors | more, source / "model.safetensors", {"format": "pt"})
-    with raises(
-        ValueError,
-        r"has 4 experts in model.layers.2.mlp.experts, which .* does not run \(no such layer\)",
-    ):
-        convert.convert(source, tmp_path / "a", calibrate=ids)
-    assert not (tmp_path / "a").exists() or not list((tmp_path / "a").iterdir())
+    save_file(tensors | more, qwen3 / "model.safetensors", {"format": "pt"})
+    message = r"has 4 experts in model.layers.2.mlp.experts, .* does not run \(no such layer\)"
+    assert_convert_fails(qwen3, message)
 
 
-def test_ids_of_every_kind_of_file(tmp_path):
+def test_read_ids_of_every_kind_of_file(tmp_path):
     rows = [[1, 2, 3], [4, 5, 6]]
     array = np.array(rows, np.int32)
     np.save(tmp_path / "a.npy", array)
@@ -219,7 +239,6 @@ WRONG = {
     "i.json": ('[{"x": 1}]', "must hold token ids, text, or lists of them, got None"),
     "c.jsonl": ('[1]\n{"a', "is no JSON"),
     "c.pt": ("abc", "is no file of tensors"),
-    "g.json": ("[[[1]], [[2]]]", None),
     "h.json": ("[true]", "must hold integers, .* got torch.bool"),
     "c.npy": ("abc", "is no array of numbers"),
     "c.safetensors": ("abc", "is no whole safetensors file"),
@@ -230,7 +249,7 @@ WRONG = {
 
 
 @each("ending", ["json", "jsonl", "txt"])
-def test_bytes_that_are_no_text_are_refused(ending, tmp_path):
+def test_binary_files_are_refused(ending, tmp_path):
     (tmp_path / f"x.{ending}").write_bytes(b"\xff\xfe\x00")
     with raises(ValueError, f"x.{ending} is no text"):
         read_ids(tmp_path / f"x.{ending}")
@@ -240,16 +259,21 @@ def test_bytes_that_are_no_text_are_refused(ending, tmp_path):
 def test_files_without_ids_are_refused(name, tmp_path):
     text, message = WRONG[name]
     (tmp_path / name).write_text(text)
-    if message is None:
-        assert [ids.tolist() for ids in read_ids(tmp_path / name, tmp_path)] == [[1], [2]]
-        return
     with raises(ValueError, rf"{name} {message}"):
         read_ids(tmp_path / name, tmp_path)
-    with raises(FileNotFoundError, "no file .* to calibrate with"):
+
+
+def test_nested_lists_are_rows_of_ids(tmp_path):
+    (tmp_path / "g.json").write_text("[[[1]], [[2]]]")
+    assert [ids.tolist() for ids in read_ids(tmp_path / "g.json", tmp_path)] == [[1], [2]]
+
+
+def test_a_missing_file_of_ids(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no file .* to calibrate with"):
         read_ids(tmp_path / "none.json")
 
 
-def test_text_is_tokenized_by_the_tokenizer_of_the_folder(tmp_path):
+def test_text_is_tokenized_with_the_tokenizer_of_the_folder(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

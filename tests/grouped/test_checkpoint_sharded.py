@@ -1,26 +1,19 @@
-"""Checkpoints loaded into sharded modules by two processes; the checks are in
-``two_ranks_checkpoint``.
-"""
-
-import json
+"""``grouped.checkpoint.load`` into sharded modules, in two processes; see ``two_ranks``."""
 
 import pytest
 
-from tests.helpers import each
-
 pytest.importorskip("safetensors")
 
-from .two_ranks import launch
-from .two_ranks_checkpoint import CHECKS
+from .two_ranks.runner import assert_passed, launch, load_checks
+
+SUBJECTS = ("checkpoints",)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return launch("tests.grouped.two_ranks_checkpoint", tmp_path_factory.mktemp("ranks"))
+    return launch(SUBJECTS, tmp_path_factory.mktemp("ranks"))
 
 
-@each("name", list(CHECKS))
+@pytest.mark.parametrize("name", load_checks(SUBJECTS))
 def test_on_two_ranks(folder, name):
-    for rank in range(2):
-        error = json.loads((folder / f"{rank}.json").read_text())[name]
-        assert not error, error
+    assert_passed(folder, name)

@@ -1,3 +1,5 @@
+"""Layers with delayed scaling, against quantize, grouped_gemm and a scalar rule of the update."""
+
 import copy
 import dataclasses
 from unittest import mock
@@ -34,12 +36,14 @@ OFFS = torch.tensor([13, 13, 35], dtype=I32)  # an empty group, and a tail
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def layer_of(recipe=RECIPE, **options):
+def make_layer(recipe=RECIPE, **options):
+    """Return a bf16 layer with the same weights at each call."""
     torch.manual_seed(1)
     return GroupedLinear(G, K, N, recipe=recipe, dtype=BF16, **options)
 
 
 def step_data(steps):
+    """Return inputs and gradients of ``steps`` steps, of very different magnitudes."""
     torch.manual_seed(2)
     factors = (2.0 ** torch.randint(-5, 6, (steps, 2)).float()).tolist()
     return [(sample(40, K) * a, sample(40, N) * b) for a, b in factors]
@@ -50,11 +54,12 @@ def run(module, x, dy, function=None):
 
 
 def with_data():
-    return layer_of(), *step_data(1)[0]
+    return make_layer(), *step_data(1)[0]
 
 
 def trained():
-    layer, data = layer_of(), step_data(3)
+    """Return a layer after three steps, and the data of the steps."""
+    layer, data = make_layer(), step_data(3)
     for x, dy in data:
         run(layer, x, dy)
     return layer, data
@@ -70,26 +75,29 @@ def assert_same_state(got, want):
     assert_same_buffers(a, b)
 
 
-class ByHand:
-    """The layer from its parts: quantize, grouped_gemm, and the scalar rule of the update."""
+class ComposedLayer:
+    """The layer composed of quantize, grouped_gemm, and the scalar rule of the update."""
 
     def __init__(self, recipe):
         self.recipe = recipe
-        self.history = {r: torch.zeros(recipe.history_length, G) for r in ROLES}
-        self.scale = {r: torch.full((G,), float(recipe.initial_scale == "one")) for r in ROLES}
+        self.history = {role: torch.zeros(recipe.history_length, G) for role in ROLES}
+        self.scale = {
+            role: torch.full((G,), float(recipe.initial_scale == "one")) for role in ROLES
+        }
 
     def update(self):
-        r = self.recipe
+        recipe = self.recipe
         for role in ROLES:
             self.history[role], self.scale[role] = by_column(
                 self.history[role],
                 self.scale[role],
-                getattr(r, role).dtype,
-                margin=r.margin,
-                algorithm=r.algorithm,
+                getattr(recipe, role).dtype,
+                margin=recipe.margin,
+                algorithm=recipe.algorithm,
             )
 
     def quantize(self, role, x, offs=None):
+        """Quantize x with the scale of its role and record the amaxes of its groups."""
         fmt, scale = getattr(self.recipe, role), self.scale[role]
         amaxes = [
             torch.cat([m.flatten().float().abs(), torch.zeros(1)]).max()
@@ -99,11 +107,11 @@ class ByHand:
             torch.tensor(torch.finfo(fmt.dtype).max) / amax if amax else torch.ones(())
             for amax in amaxes
         ]
-        # Of groups that have not begun.
+        # A scale of 0 marks a group that has not started.
         scale = torch.where(scale == 0, torch.stack(current), scale)
         q = grouped.quantize(x, fmt, offs=offs, columnwise=True, scale=scale)
-        for g, seen in enumerate(amaxes):
-            self.history[role][0, g] = max(self.history[role][0, g], seen)
+        for g, amax in enumerate(amaxes):
+            self.history[role][0, g] = max(self.history[role][0, g], amax)
         return q
 
     def members(self, x, offs):
@@ -114,8 +122,9 @@ class ByHand:
         ends = offs.tolist()
         return [x[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
-    def step(self, w, bias, x, dy, offs, first=True):
-        if first:
+    def step(self, w, bias, x, dy, offs, is_first_microbatch=True):
+        """Return the output and the gradients of x, weight and bias."""
+        if is_first_microbatch:
             self.update()
         xq, wq = self.quantize("input", x, offs), self.quantize("weight", w)
         y = grouped.grouped_gemm(xq, wq, bias=bias, out_dtype=x.dtype)
@@ -132,33 +141,35 @@ class ByHand:
 
 
 def stacked(tensors, single):
-    held = [t.detach().clone() for t in tensors]
-    return held if single else (torch.stack(held[:G]), torch.stack(held[G:]))
+    """Return copies of weights and biases, each as one tensor."""
+    copies = [t.detach().clone() for t in tensors]
+    return copies if single else (torch.stack(copies[:G]), torch.stack(copies[G:]))
 
 
 @each("algorithm", ["max", "most_recent"])
 @each("single", [True, False])
-def test_training_is_the_composition_by_hand(single, algorithm):
-    """Two of the steps are of several microbatches."""
-    firsts = (True, False, False, True, True, False, True, True)
+def test_training_is_the_composition(single, algorithm):
+    """Two of the steps have several microbatches."""
+    is_first = (True, False, False, True, True, False, True, True)
     recipe = recipes.FP8Delayed(history_length=3, margin=1, algorithm=algorithm)
-    layer = layer_of(recipe, single_parameter=single)
-    hand = ByHand(recipe)
+    layer = make_layer(recipe, single_parameter=single)
+    composed = ComposedLayer(recipe)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
     for i, (x, dy) in enumerate(step_data(8)):
-        if firsts[i]:
+        if is_first[i]:
             optimizer.step()
         offs = torch.tensor([[13, 13, 35], [5, 20, 40], [0, 0, 40]][i % 3], dtype=I32)
         w, b = stacked(layer.parameters(), single)
-        y, dx, *grads = step(layer, x, dy, offs, is_first_microbatch=firsts[i])
-        assert_all_same((y, dx, *stacked(grads, single)), hand.step(w, b, x, dy, offs, firsts[i]))
-        hand.assert_state_of(layer)
-    # By now the scales follow what was seen.
+        y, dx, *grads = step(layer, x, dy, offs, is_first_microbatch=is_first[i])
+        want = composed.step(w, b, x, dy, offs, is_first[i])
+        assert_all_same((y, dx, *stacked(grads, single)), want)
+        composed.assert_state_of(layer)
+    # By now the scales follow the amaxes.
     for role in ROLES:
         assert (layer.scaling.scale(role) != 1).sum() >= 2
 
 
-def test_no_gradients_and_eval_change_nothing_and_use_the_scales():
+def test_no_grad_and_eval_leave_the_state():
     layer, [*_, (x, dy)] = trained()
     before = state_of(layer)
     with torch.no_grad():
@@ -169,6 +180,12 @@ def test_no_gradients_and_eval_change_nothing_and_use_the_scales():
     with torch.inference_mode():
         assert_same_bytes(layer(x, OFFS).clone(), y)
     assert_same_buffers(state_of(layer), before)
+
+
+def test_no_grad_quantizes_with_the_scales_of_the_state():
+    layer, [*_, (x, _)] = trained()
+    with torch.no_grad():
+        y = layer(x, OFFS)
     scale = layer.scaling
     xq = grouped.quantize(x, RECIPE.input, offs=OFFS, scale=scale.scale("input"))
     wq = grouped.quantize(layer.weight, RECIPE.weight, scale=scale.scale("weight"))
@@ -180,54 +197,67 @@ def test_a_backward_pass_has_the_scale_of_its_forward():
     want = run(copy.deepcopy(layer), *data[0])
     leaf = data[0][0].clone().requires_grad_()
     y = layer(leaf, OFFS)
-    layer(data[1][0], OFFS)  # a step of its own: nothing new was seen
+    layer(data[1][0], OFFS)  # another step, which updates the scales; no amax is new
     layer.scaling.grad_output_scale.mul_(64)
     y.backward(data[0][1])
     assert_same_bytes(leaf.grad, want[1])
 
 
-def test_a_call_without_a_backward_pass_is_not_seen_but_one_that_needs_none_is():
-    layer, x, dy = with_data()
+def has_amax(layer, role):
+    return bool(layer.scaling.amax_history(role)[0, 0] > 0)
+
+
+def test_a_call_without_its_backward_pass_records_no_amax():
+    layer, x, _ = with_data()
     layer(x, OFFS)
     assert not any(layer.scaling.amax_history(role).any() for role in ROLES)
+
+
+def test_a_frozen_layer_records_amaxes_in_its_forward_pass():
+    layer, x, _ = with_data()
     layer.requires_grad_(False)
     layer(x, OFFS)
-    for role in ROLES[:2]:
-        assert layer.scaling.amax_history(role)[0, 0] > 0
+    assert has_amax(layer, "input") and has_amax(layer, "weight")
     assert not layer.scaling.amax_history("grad_output").any()
-    layer.scaling.reset()
-    # Frozen weights below something that trains: the gradient of x alone.
-    leaf = x.clone().requires_grad_()
-    layer(leaf, OFFS).backward(dy)
-    assert all(layer.scaling.amax_history(role)[0, 0] > 0 for role in ROLES)
-    # A bias alone: the gradient of the output is not quantized, and has no amax.
-    layer.scaling.reset()
+
+
+def test_a_frozen_layer_with_a_gradient_of_x_records_all_amaxes():
+    layer, x, dy = with_data()
+    layer.requires_grad_(False)
+    layer(x.clone().requires_grad_(), OFFS).backward(dy)
+    assert all(has_amax(layer, role) for role in ROLES)
+
+
+def test_a_gradient_of_the_bias_alone_records_no_amax_of_the_output_gradient():
+    """The gradient of the output is not quantized then."""
+    layer, x, dy = with_data()
+    layer.requires_grad_(False)
     layer.bias.requires_grad_(True)
     layer(x, OFFS).backward(dy)
-    assert all(layer.scaling.amax_history(role)[0, 0] > 0 for role in ROLES[:2])
+    assert has_amax(layer, "input") and has_amax(layer, "weight")
     assert not layer.scaling.amax_history("grad_output").any()
 
 
-def test_weights_kept_in_eval_follow_their_scale():
+def test_weights_cached_in_eval_follow_their_scale():
     layer, [*_, (x, dy)] = trained()
     layer.eval()
     with torch.no_grad():
         y = layer(x, OFFS)
-        kept = layer._kept
+        cached = layer._kept
         layer(x, OFFS)
-        assert layer._kept is kept
+        assert layer._kept is cached
         layer.scaling.weight_scale.mul_(0.3)
-        other = layer(x, OFFS)
-        assert layer._kept is not kept
-        assert_same_bytes(copy.deepcopy(layer)(x, OFFS), other)
-    assert not torch.equal(y, other)
+        rescaled = layer(x, OFFS)
+        assert layer._kept is not cached
+        assert_same_bytes(copy.deepcopy(layer)(x, OFFS), rescaled)
+    assert not torch.equal(y, rescaled)
 
 
-def test_a_weight_that_is_quantized_already_has_its_own_scales():
+def test_a_quantized_weight_has_its_own_scales():
     layer, x, dy = with_data()
     scale = torch.tensor([100.0, 200.0, 300.0])
-    held = grouped.quantize(layer.weight, RECIPE.weight, columnwise=True, scale=scale)
-    layer.weight = nn.Parameter(held)
+    q = grouped.quantize(layer.weight, RECIPE.weight, columnwise=True, scale=scale)
+    layer.weight = nn.Parameter(q)
     for _ in range(2):
         y = layer(x.clone().requires_grad_(), OFFS)
         y.backward(dy)
@@ -237,7 +267,13 @@ def test_a_weight_that_is_quantized_already_has_its_own_scales():
     with torch.no_grad():
         layer.weight.add_(layer.weight.grad, alpha=-1e-4)
     assert layer.weight.rowwise.scale.tolist() == scale.tolist()
-    # Its next scales, by the same function.
+
+
+def test_delayed_scaling_update_of_a_quantized_weight():
+    layer = make_layer()
+    scale = torch.tensor([100.0, 200.0, 300.0])
+    q = grouped.quantize(layer.weight, RECIPE.weight, columnwise=True, scale=scale)
+    layer.weight = nn.Parameter(q)
     history = torch.zeros(4, G)
     with torch.no_grad():
         grouped.delayed_scaling_update(
@@ -247,39 +283,32 @@ def test_a_weight_that_is_quantized_already_has_its_own_scales():
 
 
 class Block(nn.Module):
-    def __init__(self, again, compiled=False):
+    """Two layers under activation checkpointing, if ``recompute``; compiled inside of it or not."""
+
+    def __init__(self, recompute, is_compiled=False):
         super().__init__()
         torch.manual_seed(1)
-        options = {"recipe": RECIPE, "dtype": BF16}
-        self.up = GroupedLinear(G, K, N, **options)
-        self.down = GroupedLinear(G, N, N, **options)
-        self.again = again
-        self.inner = self.both
-        if compiled:
-            self.inner = whole_graph(self.both)
+        self.up = GroupedLinear(G, K, N, recipe=RECIPE, dtype=BF16)
+        self.down = GroupedLinear(G, N, N, recipe=RECIPE, dtype=BF16)
+        self.recompute = recompute
+        self.layers = whole_graph(self.run_layers) if is_compiled else self.run_layers
 
-    def both(self, x, offs, first=None):
-        return self.down(
-            self.up(x, offs, is_first_microbatch=first).relu(), offs, is_first_microbatch=first
-        )
+    def run_layers(self, x, offs):
+        return self.down(self.up(x, offs).relu(), offs)
 
-    def forward(self, x, offs, first=None):
-        return (
-            checkpoint(self.inner, x, offs, first, use_reentrant=False)
-            if self.again
-            else self.inner(x, offs, first)
-        )
+    def forward(self, x, offs):
+        if self.recompute:
+            return checkpoint(self.layers, x, offs, use_reentrant=False)
+        return self.layers(x, offs)
 
 
 @each("compiled", ["nothing", "inside", "outside"])
 def test_recomputation_changes_nothing(compiled):
-    plain, again = Block(False), Block(True, compiled == "inside")
-    function = again
-    if compiled == "outside":
-        function = whole_graph(again)
+    plain, recomputing = Block(False), Block(True, compiled == "inside")
+    function = whole_graph(recomputing) if compiled == "outside" else recomputing
     for x, dy in step_data(4):
-        assert_all_same(run(again, x, dy, function), run(plain, x, dy))
-        assert_same_state(again, plain)
+        assert_all_same(run(recomputing, x, dy, function), run(plain, x, dy))
+        assert_same_state(recomputing, plain)
 
 
 def test_reentrant_recomputation_raises():
@@ -291,11 +320,11 @@ def test_reentrant_recomputation_raises():
 
 def test_state_is_copied_saved_and_loaded():
     layer, data = trained()
-    discrete = layer_of(single_parameter=False)
+    discrete = make_layer(single_parameter=False)
     discrete.load_state_dict(layer.state_dict())
-    other = layer_of()
-    other.load_state_dict(discrete.state_dict())
-    twins = [copy.deepcopy(layer), saved(layer, weights_only=False), other]
+    loaded = make_layer()
+    loaded.load_state_dict(discrete.state_dict())
+    twins = [copy.deepcopy(layer), saved(layer, weights_only=False), loaded]
     for twin in (*twins, discrete):
         assert_same_state(twin, layer)
     want = run(layer, *data[0])
@@ -306,38 +335,42 @@ def test_state_is_copied_saved_and_loaded():
 
 
 def test_state_dict_keys_and_shapes():
-    layer = layer_of()
+    layer = make_layer()
     keys = {k: tuple(v.shape) for k, v in state_of(layer).items()}
     assert keys == {
         **{f"scaling.{role}_scale": (G,) for role in ROLES},
         **{f"scaling.{role}_amax_history": (4, G) for role in ROLES},
     }
-    assert not any("scaling" in k for k in layer_of(recipes.BF16()).state_dict())
+    assert not any("scaling" in k for k in make_layer(recipes.BF16()).state_dict())
     with raises(RuntimeError, r"Missing key.*scaling.input_scale"):
-        layer.load_state_dict(layer_of(recipes.BF16()).state_dict())
+        layer.load_state_dict(make_layer(recipes.BF16()).state_dict())
 
 
 def test_casts_leave_the_state_in_fp32():
-    layer, x, dy = with_data()
-    fresh = state_of(layer)
-    for _ in range(2):
-        run(layer, x, dy)
+    layer, _ = trained()
     before = state_of(layer)
     layer.half()
     assert layer.weight.dtype == F16
     assert_same_buffers(state_of(layer), before)
+
+
+def test_reset_parameters_resets_the_state_of_a_layer_that_was_on_meta():
+    layer, _ = trained()
     layer.to("meta")
     assert all(t.is_meta and t.dtype == F32 for t in layer.scaling.buffers())
     layer.to_empty(device="cpu")
     layer.reset_parameters()
-    assert_same_buffers(state_of(layer), fresh)
-    layer.load_state_dict(before, strict=False)
+    assert_same_buffers(state_of(layer), state_of(make_layer()))
+
+
+def test_reset_returns_to_the_initial_state():
+    layer, _ = trained()
     layer.scaling.reset()
-    assert_same_buffers(state_of(layer), fresh)
+    assert_same_buffers(state_of(layer), state_of(make_layer()))
 
 
 def test_the_functional_form_takes_the_state():
-    layer, data = layer_of(), step_data(3)
+    layer, data = make_layer(), step_data(3)
     scaling = DelayedScaling(RECIPE, G)
     weight, bias = (p.detach().clone().requires_grad_() for p in layer.parameters())
     for x, dy in data:
@@ -351,7 +384,7 @@ def test_the_functional_form_takes_the_state():
         assert_same_buffers(scaling.state_dict(), layer.scaling.state_dict())
 
 
-def test_the_functional_form_refuses_what_it_cannot_honour():
+def test_the_functional_form_checks_its_state():
     x, w = sample(40, K), sample(G, N, K)
     for recipe, scaling, message in (
         (RECIPE, None, "pass a grouped.nn.DelayedScaling"),
@@ -361,11 +394,17 @@ def test_the_functional_form_refuses_what_it_cannot_honour():
     ):
         with raises(ValueError, message):
             grouped.linear(x, w, None, OFFS, recipe, scaling=scaling)
+
+
+def test_delayed_scaling_checks_its_arguments():
     with raises(TypeError, "must be a grouped.recipes.FP8Delayed"):
         DelayedScaling(recipes.BF16(), G)
     with raises(ValueError, "num_groups must be positive"):
         DelayedScaling(RECIPE, 0)
-    layer = layer_of(recipes.BF16())
+
+
+def test_a_layer_made_with_another_recipe_has_no_state():
+    layer, x = make_layer(recipes.BF16()), sample(40, K)
     layer.recipe = RECIPE
     with raises(RuntimeError, "make it with this recipe"):
         layer(x, OFFS)
@@ -391,8 +430,8 @@ def test_transforms_take_an_evaluated_layer():
 
 
 @each("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
-    layer, (x, dy) = layer_of(recipes.FP8Delayed(history_length=4)), step_data(1)[0]
+def test_nonfinite_inputs_reach_the_output_and_no_scale(value):
+    layer, (x, dy) = make_layer(recipes.FP8Delayed(history_length=4)), step_data(1)[0]
     finite = x.clone()
     finite[20, 3] = 0
     x[20, 3] = value
@@ -400,23 +439,21 @@ def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
         y, dx, dw, _ = run(layer, x, dy)
         assert y[20].isnan().all() and y[:13].isfinite().all() and y[35:].isfinite().all()
         assert dw[2, :, 3].isnan().all() and dw[0].isfinite().all() and dx.isfinite().all()
-    # An infinity is the amax of its group, which this step then does not count for; a NaN is passed
-    # over.
-    seen = finite[13:35].float().abs().max() if value != value else 0
-    assert layer.scaling.amax_history("input")[-1][2] == seen and (
-        layer.scaling.scale("input")[2] == 0
-    ) == (seen == 0)
+    # An infinite amax makes the step not count for its group; the amax ignores NaN.
+    amax = finite[13:35].float().abs().max() if value != value else 0
+    assert layer.scaling.amax_history("input")[-1][2] == amax
+    assert (layer.scaling.scale("input")[2] == 0) == (amax == 0)
 
 
-@each("other", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
-def test_the_state_rests_under_another_recipe(other):
+@each("recipe", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
+def test_the_state_is_unchanged_under_another_recipe(recipe):
     layer = GroupedLinear(G, K, N, recipe=RECIPE)
-    plain = GroupedLinear(G, K, N, recipe=other)
+    plain = GroupedLinear(G, K, N, recipe=recipe)
     assert plain.load_state_dict(layer.state_dict(), strict=False).missing_keys == []
     x = sample(40, K)
     layer(x, OFFS).sum().backward()
     state = {name: t.clone() for name, t in layer.scaling.state_dict().items()}
-    layer.recipe = other
+    layer.recipe = recipe
     layer.zero_grad()
     y, expected = layer(x, OFFS), plain(x, OFFS)
     assert_same_bytes(y, expected)
@@ -430,75 +467,85 @@ def test_the_state_rests_under_another_recipe(other):
 
 
 def first_steps(kind, recipe, data, **options):
-    """What calls give under ``recipe``, and all gradients, of a module that begins."""
+    """Run the first steps of a new module.
+
+    Returns:
+        The module; its outputs, their gradients of x, and the gradients of all parameters.
+    """
     torch.manual_seed(1)
     module = kind(recipe, **options)
-    made = []
-    for x, dy, given, is_first in data:
+    results = []
+    for x, dy, arguments, is_first in data:
         leaf = x.clone().requires_grad_()
-        y = module(leaf, *given, is_first_microbatch=is_first)
+        y = module(leaf, *arguments, is_first_microbatch=is_first)
         y.backward(dy)
-        made += [y.detach(), leaf.grad]
-    return module, [*made, *(p.grad for p in module.parameters())]
+        results += [y.detach(), leaf.grad]
+    return module, [*results, *(p.grad for p in module.parameters())]
 
 
-def a_linear(recipe, **options):
+def make_linear(recipe, **options):
     return GroupedLinear(G, K, K, recipe=recipe, dtype=BF16, **options)
 
 
-def an_mlp(recipe, **options):
+def make_mlp(recipe, **options):
     return GroupedMLP(G, K, 32, recipe=recipe, dtype=BF16, **options)
 
 
-def a_moe(recipe, **options):
+def make_moe(recipe, **options):
     return MoE(K, 32, 4, 2, recipe=recipe, dtype=BF16, **options)
 
 
-MODULES = {
-    "linear": (a_linear, {}),
-    "mlp": (an_mlp, {}),
-    "moe": (a_moe, {}),
-    "recompute": (a_moe, {"recompute": True}),
+MODULE_CASES = {
+    "linear": (make_linear, {}),
+    "mlp": (make_mlp, {}),
+    "moe": (make_moe, {}),
+    "recompute": (make_moe, {"recompute": True}),
 }
 
 
 def microbatches(kind, count, scale=2.0**-20):
+    """Return x, dy, further arguments and ``is_first_microbatch`` of ``count`` microbatches."""
     torch.manual_seed(3)
-    given = () if kind is a_moe else (OFFS,)
+    arguments = () if kind is make_moe else (OFFS,)
     return [
-        (sample(40, K) * scale, sample(40, K) * scale, given, None if count == 1 else i == 0)
+        (sample(40, K) * scale, sample(40, K) * scale, arguments, None if count == 1 else i == 0)
         for i in range(count)
     ]
 
 
 @each("count", [1, 3])
-@each("name", [*MODULES])
-def test_groups_begin_with_the_scales_of_their_current_amaxes(name, count):
-    """In all microbatches of the first step, to the bit of FP8Current."""
-    kind, options = MODULES[name]
+@each("name", [*MODULE_CASES])
+def test_groups_start_with_the_scales_of_their_amaxes(name, count):
+    """All microbatches of the first step have the bits of FP8Current."""
+    kind, options = MODULE_CASES[name]
     data = microbatches(kind, count)
     _, got = first_steps(kind, RECIPE, data, **options)
     _, want = first_steps(kind, recipes.FP8Current(), data, **options)
     assert_all_same(got, want)
-    if name == "linear":
-        # TransformerEngine's way: by ones such small numbers have no code.
-        module, by_ones = first_steps(
-            kind, dataclasses.replace(RECIPE, initial_scale="one"), data, **options
-        )
-        assert all((module.scaling.scale(role) == 1).all() for role in ROLES)
-        assert not by_ones[-2].any() and got[-2].any()
 
 
-def test_a_group_without_rows_begins_later():
-    """Its scale is 0 until an update has seen it; the host learns when none is.
+@pytest.mark.parametrize("count", [1, 3])
+def test_scales_of_one_underflow_where_scales_of_amaxes_do_not(count):
+    """Scales of one are TransformerEngine's start: such small numbers have no code."""
+    data = microbatches(make_linear, count)
+    _, results = first_steps(make_linear, RECIPE, data)
+    recipe = dataclasses.replace(RECIPE, initial_scale="one")
+    module, results_of_one = first_steps(make_linear, recipe, data)
+    assert all((module.scaling.scale(role) == 1).all() for role in ROLES)
+    weight_gradient, weight_gradient_of_one = results[-2], results_of_one[-2]
+    assert weight_gradient.any() and not weight_gradient_of_one.any()
 
-    ``ByHand`` has the numbers.
+
+def test_a_group_without_rows_starts_later():
+    """Its scale is 0 until an update has an amax; the host learns when no scale is 0.
+
+    ``ComposedLayer`` has the numbers.
     """
-    layer, data = layer_of(), step_data(3)
+    layer, data = make_layer(), step_data(3)
     for x, dy in data:
         run(layer, x, dy)  # The second group has no rows.
-    begins = [(layer.scaling.scale(role) == 0).tolist() for role in ROLES]
-    assert begins == [[False, True, False], [False] * 3, [False, True, False]]
+    has_not_started = [(layer.scaling.scale(role) == 0).tolist() for role in ROLES]
+    assert has_not_started == [[False, True, False], [False] * 3, [False, True, False]]
     assert layer.scaling._may_be_zero == [True, False, True]
     for _ in range(2):
         step(layer, x, dy, torch.tensor([13, 20, 40], dtype=I32))
@@ -509,32 +556,33 @@ def test_a_group_without_rows_begins_later():
 
 
 @each("initial", ["current", "one"])
-def test_state_of_another_beginning_loads(initial):
-    """Of what has begun everything is kept; what has not begins as the recipe says."""
+def test_state_of_another_initial_scale_loads(initial):
+    """Groups that have started keep their scales; the others start as the recipe says."""
     recipe, (x, dy) = dataclasses.replace(RECIPE, initial_scale=initial), step_data(1)[0]
-    for other in ("current", "one"):
-        old = layer_of(dataclasses.replace(RECIPE, initial_scale=other))
-        fresh, begun = copy.deepcopy(old.state_dict()), old
+    for saved_initial in ("current", "one"):
+        source = make_layer(dataclasses.replace(RECIPE, initial_scale=saved_initial))
+        fresh = copy.deepcopy(source.state_dict())
         for _ in range(2):
-            run(begun, x, dy)
-        layer = layer_of(recipe)
+            run(source, x, dy)
+        layer = make_layer(recipe)
         layer.load_state_dict(fresh)
         assert all((layer.scaling.scale(role) == (initial == "one")).all() for role in ROLES)
-        layer.load_state_dict(begun.state_dict())
+        layer.load_state_dict(source.state_dict())
         for role in ROLES:
-            has_begun = begun.scaling.amax_history(role).any(0)
+            has_started = source.scaling.amax_history(role).any(0)
             assert_same_bytes(
-                layer.scaling.scale(role)[has_begun], begun.scaling.scale(role)[has_begun]
+                layer.scaling.scale(role)[has_started], source.scaling.scale(role)[has_started]
             )
-            assert (layer.scaling.scale(role)[~has_begun] == (initial == "one")).all()
+            assert (layer.scaling.scale(role)[~has_started] == (initial == "one")).all()
 
 
-def test_a_step_that_overflows_does_not_hold_the_scales():
-    """Its infinite amaxes are not recorded, so scales follow those of the next steps; by the option
-    they rest.
+def test_an_overflow_does_not_change_later_scales():
+    """Its infinite amaxes are not recorded, so scales follow the next steps.
+
+    With ``propagate_nonfinite=False`` they are recorded, and the scale stays as it was, at 0.
     """
     for propagate in (True, False):
-        layer = layer_of(dataclasses.replace(RECIPE, propagate_nonfinite=propagate))
+        layer = make_layer(dataclasses.replace(RECIPE, propagate_nonfinite=propagate))
         (x, dy), *data = step_data(3)
         dy[3, 5] = torch.inf
         run(layer, x, dy)
@@ -544,34 +592,32 @@ def test_a_step_that_overflows_does_not_hold_the_scales():
         assert (layer.scaling.scale("grad_output")[0] > 0) == propagate
 
 
-def test_what_a_new_layer_has_seen_decides_no_bit_of_a_compiled_one():
-    layer, other = layer_of(), layer_of()
-    function = whole_graph(other)
+def test_a_compiled_new_layer_has_the_bits_of_eager_mode():
+    layer, compiled = make_layer(), make_layer()
+    function = whole_graph(compiled)
     for x, dy in step_data(3):
-        assert_all_same(run(layer, x, dy), run(other, x, dy, function))
-        other.scaling.poll()
-        assert_same_state(other, layer)
+        assert_all_same(run(layer, x, dy), run(compiled, x, dy, function))
+        compiled.scaling.poll()
+        assert_same_state(compiled, layer)
 
 
-@each("name", [*MODULES])
-def test_what_the_host_knows_changes_no_bit(name):
-    """Whether it has learnt that all groups have begun, or asks for their amaxes on and on."""
-    kind, options = MODULES[name]
-    data = [(x, dy, given, None) for x, dy, given, _ in microbatches(kind, 4, 1.0)]
-    got, known = first_steps(kind, RECIPE, data, **options)
+@each("name", [*MODULE_CASES])
+def test_polling_changes_no_bit(name):
+    """The host may learn that all groups have started, or may compute current amaxes forever."""
+    kind, options = MODULE_CASES[name]
+    data = [(x, dy, arguments, None) for x, dy, arguments, _ in microbatches(kind, 4, 1.0)]
+    got, results = first_steps(kind, RECIPE, data, **options)
     with mock.patch.object(DelayedScaling, "poll", lambda self: None):
-        want, asking = first_steps(kind, RECIPE, data, **options)
-    assert_all_same(known, asking)
+        want, results_without_polling = first_steps(kind, RECIPE, data, **options)
+    assert_all_same(results, results_without_polling)
     assert_same_state(got, want)
 
 
 @each("initial", ["current", "one"])
 @each("recompute", [False, True])
 def test_the_amax_of_weighted_activations_counts(recompute, initial):
-    """The gradient of W2 multiplies p a: with all p 4 the amaxes of its input are 4 times those of
-    p = 1.
-    """
-    recipe, seen = dataclasses.replace(RECIPE, initial_scale=initial), []
+    """The gradient of W2 multiplies p a: amaxes of its input with p = 4 are 4 times those of 1."""
+    recipe, amaxes = dataclasses.replace(RECIPE, initial_scale=initial), []
     for factor in (1.0, 4.0):
         torch.manual_seed(1)
         moe = MoE(
@@ -587,31 +633,29 @@ def test_the_amax_of_weighted_activations_counts(recompute, initial):
         torch.manual_seed(2)
         x, dy = sample(40, K), sample(40, K)
         step(moe, x, dy)
-        seen.append(moe.experts.down.scaling.amax_history("input")[0].clone())
-    assert seen[0].all()
-    assert_same_bytes(seen[1], 4 * seen[0])
+        amaxes.append(moe.experts.down.scaling.amax_history("input")[0].clone())
+    assert amaxes[0].all()
+    assert_same_bytes(amaxes[1], 4 * amaxes[0])
 
 
-@each("name", [*MODULES])
-def test_two_forwards_before_a_backward_have_scales_of_their_own(name):
-    """The first keeps the scales of its call, though the buffers are written before its gradients
-    are computed.
-    """
-    kind, options = MODULES[name]
-    (x, dy, given, _), *data = [(*batch[:3], None) for batch in microbatches(kind, 3, 1.0)]
+@each("name", [*MODULE_CASES])
+def test_two_forwards_before_a_backward_keep_their_scales(name):
+    """The first call keeps its scales, though the buffers are written before its backward pass."""
+    kind, options = MODULE_CASES[name]
+    (x, dy, arguments, _), *data = [(*batch[:3], None) for batch in microbatches(kind, 3, 1.0)]
     module, _ = first_steps(kind, RECIPE, data, **options)
     module.zero_grad()
-    other = copy.deepcopy(module)
-    leaf, alone = (x.clone().requires_grad_() for _ in range(2))
-    other(alone, *given).backward(dy)
-    y = module(leaf, *given)
+    twin = copy.deepcopy(module)
+    leaf, twin_leaf = (x.clone().requires_grad_() for _ in range(2))
+    twin(twin_leaf, *arguments).backward(dy)
+    y = module(leaf, *arguments)
     for scaling in (m for m in module.modules() if isinstance(m, DelayedScaling)):
         for role in ROLES:
             scaling.scale(role).mul_(0.25)
-    module(x, *given)
+    module(x, *arguments)
     y.backward(dy)
-    assert_same_bytes(leaf.grad, alone.grad)
-    assert_all_same([p.grad for p in module.parameters()], [p.grad for p in other.parameters()])
+    assert_same_bytes(leaf.grad, twin_leaf.grad)
+    assert_all_same([p.grad for p in module.parameters()], [p.grad for p in twin.parameters()])
 
 
 def test_a_later_microbatch_needs_the_copy_of_the_first():
@@ -622,7 +666,7 @@ def test_a_later_microbatch_needs_the_copy_of_the_first():
     with torch.no_grad():
         layer(x, OFFS, is_first_microbatch=True)
         want = layer(leaf, OFFS, is_first_microbatch=False)
-    # Of rows alone no product reads the columnwise copy, which no gradient asked for.
+    # Without a gradient of x no GEMM reads the columnwise copy.
     assert_same_bytes(layer(x, OFFS, is_first_microbatch=False).detach(), want)
     with raises(RuntimeError, "needs the columnwise weight for the gradient of x"):
         layer(leaf, OFFS, is_first_microbatch=False)

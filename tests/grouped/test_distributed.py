@@ -1,30 +1,49 @@
-"""Quantized parameters and expert parallelism in two processes; the checks are in ``two_ranks``."""
+"""Quantized parameters and experts in two processes, whose checks are in ``two_ranks``.
 
-import json
+Also the one-process parts of distributed training: capacities, checkpoints, and cuts of groups.
+"""
 
 import pytest
 import torch
 
 import grouped
-from grouped.distributed import expert_capacity
+from grouped.parallel.expert_parallel import expert_capacity
 from tests.helpers import assert_same_buffers, each, raises, sample
 
-from .cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
-from .two_ranks import CHECKS, assert_same, launch, quantized
+from .cases import (
+    EVERY_FORMAT,
+    FORMATS,
+    WEIGHT_FORMAT,
+    assert_same_tensor,
+    bytes_of,
+    parameter,
+    weight,
+)
+from .two_ranks.models import quantized
+from .two_ranks.runner import assert_passed, launch, load_checks
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
+
+#: Modules of ``two_ranks``; after failures one rank is gone.
+SUBJECTS = (
+    "data_parallel",
+    "dtensors",
+    "expert_parallel",
+    "tensor_parallel",
+    "optimizers",
+    "delayed_scaling",
+    "failures",
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return launch("tests.grouped.two_ranks", tmp_path_factory.mktemp("ranks"))
+    return launch(SUBJECTS, tmp_path_factory.mktemp("ranks"))
 
 
-@each("name", list(CHECKS))
+@pytest.mark.parametrize("name", load_checks(SUBJECTS))
 def test_on_two_ranks(folder, name):
-    for rank in range(2):
-        error = json.loads((folder / f"{rank}.json").read_text())[name]
-        assert not error, error
+    assert_passed(folder, name)
 
 
 def test_capacity_of_even_routing():
@@ -60,8 +79,8 @@ def test_capacities_that_cannot_be(given, error, message):
 def test_one_process_loads_what_two_have_saved(folder):
     state = {"layer": {"weight": quantized(shift=1.0)}, "odd": quantized(groups=3, shift=1.0)}
     dcp.load(state, checkpoint_id=folder / "saved", no_dist=True)
-    assert_same(state["layer"]["weight"], quantized())
-    assert_same(state["odd"], quantized(groups=3))
+    assert_same_tensor(state["layer"]["weight"], quantized())
+    assert_same_tensor(state["odd"], quantized(groups=3))
 
 
 def state_of():
@@ -101,7 +120,7 @@ def test_groups_are_cut_and_joined_as_rows_of_a_tensor():
     ):
         assert type(cut(x)) is grouped.GroupedTensor
         assert torch.equal(cut(x).dequantize(), cut(dense))
-    assert_same(torch.cat(x.split([1, 0, 3])), x)
+    assert_same_tensor(torch.cat(x.split([1, 0, 3])), x)
     padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 2))
     assert torch.equal(padded.dequantize(), torch.cat([dense, torch.zeros_like(dense[:2])]))
     x[1:2].zero_()

@@ -37,9 +37,9 @@ def _made():
     yield replace(quantize, spread=0.5, ceilings={"copy": 4.0}, **_GPU)
     yield replace(quantize, kind="cpu", machine="A machine", value=9000.0)
     for arch, factor in (("sm_90a", 1), ("sm_100a", 2)):
-        for what, count in COUNTS.items():
+        for quantity, count in COUNTS.items():
             counts = {"suite": "counts", "kind": "emulator", "gpu": f"{arch}, 8 SMs", "unit": "1"}
-            yield replace(quantize, what=what, value=count * factor, **counts)
+            yield replace(quantize, quantity=quantity, value=count * factor, **counts)
 
 
 RECORDS = list(_made())

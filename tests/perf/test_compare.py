@@ -9,7 +9,7 @@ from .test_records import BASE
 
 TIME = replace(BASE, spread=1.0)
 _COUNTED = {"suite": "counts", "kind": "emulator", "unit": "1", "spread": 0.0, "repeats": 1}
-COUNT = replace(TIME, what="warp instructions", value=100_000, **_COUNTED)
+COUNT = replace(TIME, quantity="warp instructions", value=100_000, **_COUNTED)
 
 
 def verdicts(old, new):
@@ -84,7 +84,7 @@ def test_exit_status(tmp_path, capsys):
 
 
 def test_the_check_of_ci(tmp_path, capsys):
-    path, other = tmp_path / "counts-ci.jsonl", replace(COUNT, what="bytes read")
+    path, other = tmp_path / "counts-ci.jsonl", replace(COUNT, quantity="bytes read")
     write(path, [COUNT, other])
 
     def check(*found, partial=False):
@@ -102,7 +102,7 @@ def test_the_check_of_ci(tmp_path, capsys):
 
 
 def test_renewing_keeps_the_history_of_what_changed():
-    was, same, gone = (replace(COUNT, what=what) for what in ("a", "b", "c"))
+    was, same, gone = (replace(COUNT, quantity=quantity) for quantity in ("a", "b", "c"))
     peer = replace(gone, contender="torch")
     now = [replace(r, commit="d", time="9") for r in (was, same)]
     now[0] = replace(now[0], value=1)

@@ -44,7 +44,7 @@ def test_without_plotly_the_extra_is_named(monkeypatch, tmp_path, capsys):
 
 
 def test_all_newest_numbers_are_in_the_page():
-    fields = ["suite", "what", "unit", "protocol", "kind", "contender", "format"]
+    fields = ["suite", "quantity", "unit", "protocol", "kind", "contender", "format"]
     fields += ["value", "spread", "error", "bytes", "flops"]
     rows = [[getattr(r, n) for n in fields] + [r.case, r.gpu or r.machine] for r in latest(RECORDS)]
     things = payload(RECORDS)["things"]
@@ -132,10 +132,10 @@ def test_publish(tmp_path, capsys):
     found = read(source)
     assert main(["dashboard", str(source), "--publish", str(site), "--out", str(one)]) == 0
     assert capsys.readouterr().out.count(" KB\n") == 4
-    assert (site / "index.html").read_text() == page(found, "records.jsonl.xz")
+    assert (site / "index.html").read_text() == page(found, "records.jsonl")
     assert (site / "badge.svg").read_text() == badge(RECORDS)
     assert one.read_text() == page(found)
-    assert {repr(r) for r in read(site / "records.jsonl.xz")} == {repr(r) for r in found}
+    assert {repr(r) for r in read(site / "records.jsonl")} == {repr(r) for r in found}
     assert main(["dashboard"]) == 2
     assert "--out FILE" in capsys.readouterr().err
     source.write_text("")

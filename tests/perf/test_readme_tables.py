@@ -15,9 +15,9 @@ TABLE = Table(
     ("tokens",),
     (Row(("1",), {"rows": 32}), Row(("2",), {"rows": 64})),
     (
-        Column("us", Cell({"what": "time", "contender": "ours"})),
-        Column("torch", Cell({"what": "time", "contender": "torch"}, digits=1, unit=" us")),
-        Column("share", Cell({"what": "time", "contender": "ours"}, show="copy")),
+        Column("us", Cell({"quantity": "time", "contender": "ours"})),
+        Column("torch", Cell({"quantity": "time", "contender": "torch"}, digits=1, unit=" us")),
+        Column("share", Cell({"quantity": "time", "contender": "ours"}, show="copy")),
     ),
     {"suite": "gemm", "kind": "gpu"},
 )
@@ -79,7 +79,7 @@ def test_what_is_not_there_is_said():
     """
     assert readme.render(TABLE, [changed(kind="cpu")]) == "Not measured yet.\n"
     assert "torch" not in readme.render(TABLE, [RECORD])
-    lost = changed(contender="torch", what=FAILURE, value=1.0, unit="1")
+    lost = changed(contender="torch", quantity=FAILURE, value=1.0, unit="1")
     for other in ([], [changed(contender="torch", time="2026-11-01")]):
         assert "| 1 | 141 ± 2 | failed | 71 % |" in readme.render(TABLE, [RECORD, lost, *other])
     assert "failed" not in readme.render(TABLE, [RECORD, lost, changed(contender="torch")])

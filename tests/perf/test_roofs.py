@@ -125,7 +125,7 @@ def test_bytes_of_the_case_would_be_refused():
         "contender": "ours, weight kept",
         "format": "NVFP4RowScaled",
         "suite": "moe",
-        "what": "time",
+        "quantity": "time",
     }
     found = [
         r
@@ -147,7 +147,7 @@ def test_an_impossible_record_is_not_kept(who, capsys):
         for name in (who, "slow")
     )
     times = [
-        [Measurement(what, us, "us", "L2-cold") for what in ("eager time", "time")]
+        [Measurement(quantity, us, "us", "L2-cold") for quantity in ("eager time", "time")]
         for us in (100.0, 200.0)
     ]
     times[0][0] = replace(times[0][0], value=300.0)
@@ -156,7 +156,7 @@ def test_an_impossible_record_is_not_kept(who, capsys):
         found = measure_task(
             Task("s", {"rows": 1}, lambda copy: [fast, slow]), METER, facts, Choice(), report
         )
-    assert [(r.contender, r.what) for r in found] == [
+    assert [(r.contender, r.quantity) for r in found] == [
         ("slow", "eager time"),
         ("slow", "time"),
         (who, FAILURE),

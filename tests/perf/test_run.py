@@ -50,8 +50,8 @@ def test_who_is_wrong_is_not_timed():
     right = contender("right", 0.1)
     task = Task("s", {"rows": 1}, lambda copy: [nan, wrong, broken, missing, right])
     found, report = measured(task, versions={"t": "2"})
-    assert [r.contender for r in found if r.what == "time"] == ["right"]
-    assert [r.contender for r in found if r.what == FAILURE] == ["nan", "wrong", "broken"]
+    assert [r.contender for r in found if r.quantity == "time"] == ["right"]
+    assert [r.contender for r in found if r.quantity == FAILURE] == ["nan", "wrong", "broken"]
     assert found[0].error == 0.1 and found[0].versions == {"t": "2", "right": "1"}
     assert found[-1].note == "RuntimeError: no such symbol"
     assert len(report.wrong) == 2 and "relative error 0.2, at most 0.1" in report.wrong[1]
@@ -63,7 +63,7 @@ def test_who_is_wrong_is_not_timed():
         found, report = measured(
             Task("s", {"rows": 1}, functools.partial(lambda c, copy: [c], ours))
         )
-        assert {r.what for r in found} == {FAILURE} and report.is_bad
+        assert {r.quantity for r in found} == {FAILURE} and report.is_bad
 
 
 def test_who_cannot_be_timed_does_not_disturb_the_others():
@@ -79,14 +79,14 @@ def test_who_cannot_be_timed_does_not_disturb_the_others():
 
     broken = Contender("broken", "f", prepare, lambda got: 0.0)
     found, report = measured(Task("s", {}, lambda copy: [contender("right", 0.0), broken]))
-    assert [(r.contender, r.what) for r in found] == [("right", "time"), ("broken", FAILURE)]
+    assert [(r.contender, r.quantity) for r in found] == [("right", "time"), ("broken", FAILURE)]
     assert report.failed == ["s : broken [f]: RuntimeError: not under capture"]
 
 
 def test_only_times_of_all_the_work_have_a_rate():
     """On a GPU a step has parts, some of which take no time at all."""
     times = {"time": 2.0, "eager time": 4.0, "GPU time of GEMM": 0.0}
-    found = [[Measurement(what, us, "us", "p") for what, us in times.items()]]
+    found = [[Measurement(quantity, us, "us", "p") for quantity, us in times.items()]]
     task = Task("s", {}, lambda copy: [contender("ours", 0.0)])
     with unittest.mock.patch.object(METER, "measure", lambda contenders, runs: found):
         records, _ = measured(task, kind="gpu", ceilings={"copy": 1.0})
@@ -231,7 +231,7 @@ def test_suites_without_a_gpu(name):
     assert not report.failed and not report.wrong
     assert records and {r.suite for r in records} == {name}
     if name == "host":
-        launches = {r.format: r.value for r in records if r.what == "launches"}
+        launches = {r.format: r.value for r in records if r.quantity == "launches"}
         assert launches["BF16"] < launches["FP8Block"]
         assert launches["nvfp4:row_scaled x nvfp4:block=16x16"] == 2 and launches["bfloat16"] == 1
 

@@ -9,7 +9,7 @@ from cute_kernels.formats import parse
 from perf.cases import OWN
 from perf.measure import meter_of
 from perf.peers import all_peers
-from perf.records import RESULTS, load, read, write
+from perf.records import RESULTS, SCHEMA, load, read, write
 from perf.suites import layer, moe
 from perf.suites.base import Options, element_bytes
 from perf.traffic import _routed, layer_work, work_of
@@ -140,20 +140,21 @@ def test_work_of_older_records_is_that_of_the_contender(tmp_path):
         flops=1.0,
     )
     parts = [
-        replace(record, what=what, unit=unit)
-        for what, unit in (("GPU time of GEMM", "us"), ("failure", "1"))
+        replace(record, quantity=quantity, unit=unit)
+        for quantity, unit in (("GPU time of GEMM", "us"), ("failure", "1"))
     ]
     write(path, [record, *parts])
     assert [found.bytes for found in read(path)] == [1e12] * 3
-    line = json.loads(path.read_text())
-    line["columns"]["schema"] = [1] * 3
-    path.write_text(json.dumps(line))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["what"], row["schema"] = row.pop("quantity"), 1
+    path.write_text("\n".join(map(json.dumps, rows)))
     first, *others = read(path)
     work = layer_work(case, "ours, weight kept", "FP8Block")
-    assert (first.bytes, first.flops, first.schema) == (work.bytes, work.flops, 2)
+    assert (first.bytes, first.flops, first.schema) == (work.bytes, work.flops, SCHEMA)
     assert [found.bytes for found in others] == [1e12] * 2
-    del line["columns"]["what"]
-    path.write_text(json.dumps(line))
+    del rows[0]["what"]
+    path.write_text(json.dumps(rows[0]))
     with raises(ValueError, "line 1"):
         read(path)
 
@@ -162,7 +163,7 @@ def test_committed_rates_are_below_the_memory_of_the_gpu():
     found = [
         r
         for r in load(RESULTS)
-        if r.kind == "gpu" and r.what == "time" and r.suite in ("layer", "moe")
+        if r.kind == "gpu" and r.quantity == "time" and r.suite in ("layer", "moe")
     ]
     kept = [r for r in found if r.contender == "ours, weight kept" and r.gpu == "NVIDIA H200"]
     assert len(found) > 150 and len(kept) > 40

@@ -32,22 +32,22 @@ class Codec(abc.ABC):
     of fp32. Words of codes hold codes in the order of their elements, the first in the lowest bits.
 
     Args:
-            fmt: the format's record.
-            dtype: name of the dtype of the plain side: the input, or what is decoded to.
-            arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``; None where it only
-                    decodes, which is the same code everywhere.
+        fmt: the format's record.
+        dtype: name of the dtype of the plain side: the input, or what is decoded to.
+        arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``; None where it only
+            decodes, which is the same code everywhere.
 
     Attributes:
-            block: elements that are encoded together, a multiple of 16; those that share a scale
-                where blocks have scales.
-            code_words: words of codes of a block.
-            has_scales: whether a block has a scale of its own. Without, its encode factor depends
-                on the second level alone.
-            table_size: encode factors that ``encode_factor`` tells apart; 0 if looking them up in
-                shared memory does not pay.
-            chooses_scales: what ``block_scales`` takes is not the amax of a block, but the number
-                    that ``choose_row``, ``choose_columns`` or ``choose_square`` gives.
-            level_names: what ``level_results`` gives: the buffers of the second level but the amax.
+        block: elements that are encoded together, a multiple of 16; those that share a scale
+            where blocks have scales.
+        code_words: words of codes of a block.
+        has_scales: whether a block has a scale of its own. Without, its encode factor depends
+            on the second level alone.
+        table_size: encode factors that ``encode_factor`` tells apart; 0 if looking them up in
+            shared memory does not pay.
+        searches_scale: what ``block_scales`` takes is not the amax of a block, but the number
+            that ``choose_row``, ``choose_columns`` or ``choose_square`` gives.
+        level_names: what ``level_results`` gives: the buffers of the second level but the amax.
     """
 
     table_size: int = 0
@@ -57,10 +57,10 @@ class Codec(abc.ABC):
         self.dtype = dtype
         self.arch = arch
         self.has_scales = fmt.scale is not None
-        self.chooses_scales = fmt.chooses_scales
+        self.searches_scale = fmt.searches_scale
         self.block = fmt.k_multiple if fmt.scale is None else fmt.scale.vec_size
         self.code_words = self.block * fmt.element.bits // 32
-        level = fmt.second_level
+        level = fmt.global_scale
         kept = () if level is None else level.buffers
         self.level_names = tuple(name for name in kept if name != "amax")
 
@@ -71,7 +71,7 @@ class Codec(abc.ABC):
 
     # ---- encoding
 
-    def second_level(self, amax: Float32) -> Level:
+    def global_scale(self, amax: Float32) -> Level:
         """What the codes of a group or row are relative to, from its amax, or the scale given;
         nothing by default.
         """
@@ -120,9 +120,9 @@ class Codec(abc.ABC):
         """Code words of a block of rows, one word a row, for each column of the words.
 
         Args:
-                words: one a row of the block: two columns of 16-bit elements, or one of fp32.
-                factors: the encode factor of each column.
-                twist: 0, 2, 4 or 6, of codes of a byte 0 or 4: word i is that of row i ^ twist.
+            words: one a row of the block: two columns of 16-bit elements, or one of fp32.
+            factors: the encode factor of each column.
+            twist: 0, 2, 4 or 6, of codes of a byte 0 or 4: word i is that of row i ^ twist.
         """
 
     def choose_row(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:

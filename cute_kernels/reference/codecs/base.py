@@ -47,8 +47,8 @@ class Codec(abc.ABC):
         scales of their groups where the format takes them from the caller.
 
         Returns:
-                The block scales as they are stored, None if there are none; and the fp32 factors
-                that elements are multiplied by.
+            The block scales as they are stored, None if there are none; and the fp32 factors
+            that elements are multiplied by.
         """
 
     def encode(
@@ -78,7 +78,7 @@ class Codec(abc.ABC):
         if level is None:
             assert factor is not None
             return factor
-        second = self.fmt.second_level
+        second = self.fmt.global_scale
         assert second is not None
         if factor is not None:
             level = factor * level

@@ -48,11 +48,11 @@ const THINGS = DATA.things;
 for (const thing of THINGS) {
   thing.series = [thing.contender, thing.format].filter(Boolean).join(" · ");
   thing.where = `${{ gpu: "GPU times", cpu: "CPU", emulator: "Emulator counts" }[thing.kind]}: ${thing.place || "unknown machine"}`;
-  thing.quantity = [thing.what, thing.protocol].filter(Boolean).join(", ");
-  thing.isRace = Boolean(thing.us) && /^(host )?time$/.test(thing.what);
+  thing.measure = [thing.quantity, thing.protocol].filter(Boolean).join(", ");
+  thing.isRace = Boolean(thing.us) && /^(host )?time$/.test(thing.quantity);
   // Rows of an expert on the average, where a case has groups.
   thing.tokens = thing.case.rows / (thing.case.experts || thing.case.groups) || 0;
-  thing.text = JSON.stringify([thing.suite, thing.series, thing.quantity, thing.place, thing.case]).toLowerCase();
+  thing.text = JSON.stringify([thing.suite, thing.series, thing.measure, thing.place, thing.case]).toLowerCase();
 }
 
 /** Peers belong to the kernels of ours that race with them. */

@@ -113,14 +113,14 @@ function rooflinePlots(gpu, things) {
 
 /** Histories that can share a plot: contenders of one case and quantity. */
 function historyGroups(things) {
-  const groups = Map.groupBy(things.filter((t) => t.history), (t) => `${t.suite} on ${t.place}: ${caseText(t)}: ${t.quantity}`);
+  const groups = Map.groupBy(things.filter((t) => t.history), (t) => `${t.suite} on ${t.place}: ${caseText(t)}: ${t.measure}`);
   const longest = (group) => Math.max(...group.map((t) => t.history.length));
   return new Map([...groups].sort(([, a], [, b]) => b[0].isRace - a[0].isRace || longest(b) - longest(a)));
 }
 
 function historyPlot(title, things) {
   const commits = unique(things.flatMap((t) => t.history).sort((a, b) => natural(a.time, b.time)).map((step) => step.commit));
-  const [{ unit, what }] = things;
+  const [{ unit, quantity }] = things;
   const series = things.toSorted(contenderOrder).map((t) => ({
     name: t.series, line: true,
     points: t.history.map((step) => ({
@@ -129,7 +129,7 @@ function historyPlot(title, things) {
       note: step.verdict in MARKS ? `${step.verdict} by ${percent(Math.abs(step.worse_by))}, noise ${percent(step.noise)}` : "",
     })),
   }));
-  const label = unit === "1" ? what : `${what}, ${unit.replace("us", "µs")}`;
+  const label = unit === "1" ? quantity : `${quantity}, ${unit.replace("us", "µs")}`;
   const isPositive = series.every((s) => s.points.every((p) => p.y > p.half));
   return figure(title, series, ["commit", label], { label: "commit", type: "category", categoryarray: commits }, { label, type: isPositive ? "log" : "linear" });
 }

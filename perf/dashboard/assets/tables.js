@@ -52,8 +52,8 @@ function remark(t) {
   if (t.tbs && t.ceilings?.copy && !t.tflops) return `${percent(t.tbs / t.ceilings.copy)} of copy`;
   if (t.tflops) return `${short(t.tflops)} TFLOP/s`;
   if (t.tbs) return `${short(t.tbs)} TB/s`;
-  if (t.what === "MMA operations" && t.flops) return `${short(t.value / t.flops)} × useful`;
-  if (/^bytes /.test(t.what) && t.bytes && t.value) return `${percent(t.value / t.bytes)} of the least bytes`;
+  if (t.quantity === "MMA operations" && t.flops) return `${short(t.value / t.flops)} × useful`;
+  if (/^bytes /.test(t.quantity) && t.bytes && t.value) return `${percent(t.value / t.bytes)} of the least bytes`;
   return elements && t.value ? `${short(t.value / elements)} an element` : "";
 }
 
@@ -66,23 +66,23 @@ const ROWS = ["rows", "tokens", "routing", "op", "directions", "amax", "call"];
 
 /** Tables of a suite on a machine, cases in rows: times of contenders in columns, of anything else its quantities. */
 function pivots(things) {
-  const groups = Map.groupBy(things, (t) => (t.us ? `${t.unit}, ${t.quantity}: ${caseText(t, (name) => !ROWS.includes(name))}` : t.case.op || t.case.product || ""));
+  const groups = Map.groupBy(things, (t) => (t.us ? `${t.unit}, ${t.measure}: ${caseText(t, (name) => !ROWS.includes(name))}` : t.case.op || t.case.product || ""));
   return [...groups.values()].sort((a, b) => b.length - a.length).map((group) => {
-    const [{ us, unit, quantity, case: first }] = group;
+    const [{ us, unit, measure, case: first }] = group;
     // Rows are what tables are read by.
     const isCommon = (name) => name !== "rows" && group.every((t) => t.case[name] === first[name]);
-    const columnOf = (t) => (us ? t.series : t.what);
+    const columnOf = (t) => (us ? t.series : t.quantity);
     const titleOf = (t) => caseText(t, (name) => !isCommon(name)) || "details";
     const rows = Map.groupBy(group.toSorted((a, b) => natural(a.case.routing, b.case.routing) || a.tokens - b.tokens || natural(titleOf(a), titleOf(b)) || contenderOrder(a, b)),
       (t) => t.caseId + (us ? "" : t.series));
-    const columns = unique(group.toSorted(us ? contenderOrder : (a, b) => natural(a.what, b.what)).map(columnOf));
+    const columns = unique(group.toSorted(us ? contenderOrder : (a, b) => natural(a.quantity, b.quantity)).map(columnOf));
     const made = [...rows.values()].map((row) => {
       const best = us && row.length > 1 ? Math.min(...row.map((t) => t.value)) : NaN;
       const title = caseLink(row[0], titleOf(row[0]));
       return [us ? title : [link({ kernel: row[0].kernel }, row[0].series), small(title)], ...columns.map((name) => valueCell(row.find((t) => columnOf(t) === name), best))];
     });
     const heads = columns.map((name) => name.split(" · ")).map(([who, format]) => [who, format && small(format)]);
-    return tableOf([us && quantity, caseText(group[0], isCommon)].filter(Boolean).join(": "), [us ? unit.replace("us", "µs") : "", ...heads], made, "pivot");
+    return tableOf([us && measure, caseText(group[0], isCommon)].filter(Boolean).join(": "), [us ? unit.replace("us", "µs") : "", ...heads], made, "pivot");
   });
 }
 
@@ -90,5 +90,5 @@ function pivots(things) {
 const changesTable = (changes) => tableOf("Changes from commit to commit", ["what", "verdict", "change", "quantity", "values", "commits"], changes.map(({ thing: t, before, step }) => [
   [t.series, small(caseLink(t))], h("b", { className: step.verdict }, `${step.verdict === "worse" ? "▲" : "▼"} ${step.verdict}`),
   [step.worse_by > 1e6 ? "from 0" : `${step.value > before.value ? "+" : "−"}${percent(Math.abs(step.worse_by))}`, small(`noise ${percent(step.noise)}`)],
-  [t.quantity, small(t.place)], `${amount(before.value, t.unit)} → ${amount(step.value, t.unit)}`, `${before.commit} → ${step.commit}`,
+  [t.measure, small(t.place)], `${amount(before.value, t.unit)} → ${amount(step.value, t.unit)}`, `${before.commit} → ${step.commit}`,
 ]));

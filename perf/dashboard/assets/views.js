@@ -42,8 +42,8 @@ function caseView() {
   const things = THINGS.filter((t) => t.caseId === params.get("case"));
   if (!things.length) return missing("case");
   const error = (t) => (t.error === 0 ? "exact" : t.error?.toExponential(1));
-  const rows = things.sort((a, b) => natural(a.where, b.where) || natural(a.quantity, b.quantity) || a.value - b.value).map((t) => [
-    [t.contender, small(t.format)], [t.quantity, small(t.where)], h("span", { title: t.value }, amount(t.value, t.unit), small(plusMinus(t))), t.tbs && short(t.tbs),
+  const rows = things.sort((a, b) => natural(a.where, b.where) || natural(a.measure, b.measure) || a.value - b.value).map((t) => [
+    [t.contender, small(t.format)], [t.measure, small(t.where)], h("span", { title: t.value }, amount(t.value, t.unit), small(plusMinus(t))), t.tbs && short(t.tbs),
     t.tflops && short(t.tflops), error(t), t.repeats, t.commit, t.time.slice(0, 10), t.with]);
   return [`${things[0].suite}: ${caseText(things[0])}`, [...historyGroups(things.filter((t) => isChosen(t) && t.isRace))].slice(0, 1).map(([title, group]) => historyPlot(title, group)),
     tableOf("Records", ["contender", "quantity", "value", "TB/s", "TFLOP/s", "error", "repeats", "commit", "day", "with"], rows)];

@@ -1,0 +1,166 @@
+"""Read token ids, or text and its token ids, of a file: what a model is calibrated on."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Keys of rows, or of tensors, that hold ids or text.
+_IDS, _TEXT = "input_ids", "text"
+
+
+def read_ids(path: str | Path, model: str | Path | None = None) -> list[Tensor]:
+    """Token ids of a file: a list of int64 tensors (tokens,).
+
+    Text becomes ids by the tokenizer of ``model``.
+
+    Args:
+        path: ``.json`` (a list of ids, or of rows), ``.jsonl`` (a row a line), ``.npy``,
+            ``.safetensors`` or ``.pt`` (one tensor, or ``input_ids``: a sequence, or a
+            sequence a row); other files are text, or ids if they have only numbers, a
+            sequence a line. A row is a list of ids, a text, or an object with ``input_ids``
+            or ``text``.
+        model: the folder with the tokenizer.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file that is damaged, without ids, or with text and no tokenizer.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path} to calibrate with")
+    sequences = [ids for ids in _READERS.get(path.suffix, _from_text)(path, model) if ids.numel()]
+    if not sequences:
+        raise ValueError(f"{path} has no token ids")
+    return sequences
+
+
+def _sequences(path: Path, row: Any, model: str | Path | None) -> Iterator[Tensor]:
+    """The sequences of a row or of an array, checked to be integers."""
+    if isinstance(row, dict):
+        row = row.get(_IDS, row.get(_TEXT))
+    if isinstance(row, str):
+        yield _tokenized(path, row, model)
+        return
+    try:
+        ids = torch.as_tensor(row)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"{path} must hold token ids, text, or lists of them, got {str(row)[:60]}"
+        ) from None
+    is_integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if ids.numel() and not (is_integer and ids.dim() in (1, 2)):
+        array = f"{ids.dtype} of shape {tuple(ids.shape)}"
+        raise ValueError(
+            f"{path} must hold integers, one sequence or a sequence a row, got {array}"
+        )
+    yield from ids.long() if ids.dim() == 2 else [ids.long()]
+
+
+def _tokenized(path: Path, text: str, model: str | Path | None) -> Tensor:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # transformers raises many kinds for a folder without a tokenizer.
+        raise ValueError(
+            f"{path} has text, and {model} has no tokenizer: {str(error).splitlines()[0]}"
+        ) from None
+    return torch.tensor(tokenizer(text, verbose=False)[_IDS], dtype=torch.long)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: {error}") from None
+
+
+def _json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+
+
+def _from_json(path: Path, model: str | Path | None) -> Iterator[Tensor]:
+    """The sequences of a list of ids, or of a list of rows."""
+    value = _json(path, _text(path))
+    if not isinstance(value, list):
+        raise ValueError(
+            f"{path} must hold a list of token ids, or of rows, got {type(value).__name__}"
+        )
+    has_rows = any(isinstance(row, list | str | dict) for row in value)
+    return (ids for row in (value if has_rows else [value]) for ids in _sequences(path, row, model))
+
+
+def _from_json_lines(path: Path, model: str | Path | None) -> Iterator[Tensor]:
+    lines = [line for line in _text(path).splitlines() if line.strip()]
+    return (ids for line in lines for ids in _sequences(path, _json(path, line), model))
+
+
+def _from_npy(path: Path, model: object) -> Iterator[Tensor]:
+    import numpy as np
+
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is no array of numbers: {error}") from None
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"{path} must hold integers, one sequence or a sequence a row, got {array.dtype}"
+        )
+    return _sequences(path, array.astype(np.int64), None)
+
+
+def _from_tensors(path: Path, tensors: Any) -> Iterator[Tensor]:
+    if isinstance(tensors, dict):
+        if len(tensors) != 1 and _IDS not in tensors:
+            raise ValueError(
+                f"{path} must have one tensor, or one called {_IDS}, got {', '.join(tensors) or 'none'}"
+            )
+        tensors = tensors[_IDS] if _IDS in tensors else next(iter(tensors.values()))
+    return _sequences(path, tensors, None)
+
+
+def _from_safetensors(path: Path, model: object) -> Iterator[Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+    return _from_tensors(path, tensors)
+
+
+def _from_pt(path: Path, model: object) -> Iterator[Tensor]:
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for what it did not save.
+        raise ValueError(f"{path} is no file of tensors: {str(error).splitlines()[0]}") from None
+    return _from_tensors(path, tensors)
+
+
+def _from_text(path: Path, model: str | Path | None) -> Iterator[Tensor]:
+    text = _text(path)
+    if re.fullmatch(r"[\d\s,]*", text):
+        return (
+            torch.tensor([int(i) for i in re.findall(r"\d+", line)], dtype=torch.long)
+            for line in text.splitlines()
+        )
+    return _sequences(path, text, model)
+
+
+#: By the ending of a file.
+_READERS: dict[str, Callable[[Path, str | Path | None], Iterator[Tensor]]] = {
+    ".json": _from_json,
+    ".jsonl": _from_json_lines,
+    ".npy": _from_npy,
+    ".safetensors": _from_safetensors,
+    ".pt": _from_pt,
+}

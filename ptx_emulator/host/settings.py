@@ -1,0 +1,66 @@
+"""Settings that the user gives in environment variables."""
+
+import os
+import warnings
+from pathlib import Path
+
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Warn with ``message``, once a process however often it comes."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def boolean(source: str, text: str) -> bool:
+    """What ``text`` means: 1, true, yes, on or 0, false, no, off, in any case.
+
+    Args:
+        source: where the text comes from, for the error.
+        text: what the user wrote.
+
+    Raises:
+        ValueError: ``text`` is none of these.
+    """
+    value = _BOOLEANS.get(text.strip().lower())
+    if value is None:
+        raise ValueError(f"{source} must be one of {', '.join(_BOOLEANS)}, got {text!r}")
+    return value
+
+
+def kernel_cache_is_on() -> bool:
+    """Whether compiled kernels are kept on disk: yes, unless ``CUTE_KERNELS_CACHE`` says no.
+
+    Raises:
+        ValueError: the variable is neither empty nor a boolean.
+    """
+    text = os.environ.get("CUTE_KERNELS_CACHE")
+    return not text or boolean("CUTE_KERNELS_CACHE", text)
+
+
+def cache_root() -> Path | None:
+    """The folder for what is compiled: kernels, and the emulator's library in a folder of its own.
+
+    ``CUTE_KERNELS_CACHE_DIR`` names it; by default it is ``cute_kernels`` in the user's cache
+    folder (``XDG_CACHE_HOME`` or ``~/.cache``).
+
+    Returns:
+        The folder, which need not exist; None, with a warning, if it is in the home folder of a
+        user who has none.
+    """
+    chosen = os.environ.get("CUTE_KERNELS_CACHE_DIR")
+    path = Path(chosen or os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        path = path.expanduser()
+    except RuntimeError as error:
+        warn_once(
+            f"what is compiled is not kept on disk, the cache folder would be in {path}: {error} Set CUTE_KERNELS_CACHE_DIR"
+        )
+        return None
+    return path if chosen else path / "cute_kernels"

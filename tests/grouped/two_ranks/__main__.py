@@ -1,0 +1,5 @@
+"""One of the two processes that ``runner.launch`` starts."""
+
+from .runner import main
+
+main()
