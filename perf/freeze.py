@@ -23,13 +23,15 @@ from cute_kernels.runtime.spec import KernelSpec, canonical_text
 from .records import RESULTS, load
 from .tile_choices import ARCHITECTURES, Choices, choose, count_recorded
 
-#: What a file has: hashes of kernels by architecture, and tiles of GEMMs by GPU.
+#: Sections of a file: hashes of kernels by architecture, and tiles of GEMMs by GPU.
 SECTIONS = ("kernels", "tiles")
 #: Hexadecimal digits of a SHA-256 that are stored. Two of 2,000 kernels share 16 by chance with a
 #: probability of 1e-13.
 _DIGITS = 16
 #: Differences of one kind that are printed.
 _SHOWN = 20
+#: Texts that tell kinds of differences apart.
+_KINDS = ("are missing: ", "are new: ", "tiles of ")
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
@@ -69,7 +71,7 @@ def normalize(ptx: str) -> str:
         def numbered(match: re.Match[str]) -> str:
             return numbers.setdefault(match[0], f"name_{len(numbers)}")
 
-        # What follows a dot is part of an instruction, such as ``mul.lo.s64``.
+        # Text after a dot is part of an instruction, such as ``mul.lo.s64``.
         text = re.sub(rf"(?<![\w.%$])(?:{alternatives})(?![\w$])", numbered, text)
     return _PUNCTUATION.sub(r"\1", " ".join(text.split()))
 
@@ -101,10 +103,10 @@ def _compiled_ptx(arch: Architecture, jobs: int | None) -> Iterator[tuple[Kernel
 
 def hash_kernels(arch: Architecture, jobs: int | None = None) -> Hashes:
     """Return the spec texts of all declared kernels of an emulated architecture by hash."""
-    found: Hashes = collections.defaultdict(list)
+    hashes: Hashes = collections.defaultdict(list)
     for spec, ptx in _compiled_ptx(arch, jobs):
-        found[ptx_hash(ptx)].append(canonical_text(spec))
-    return {digest: sorted(texts) for digest, texts in found.items()}
+        hashes[ptx_hash(ptx)].append(canonical_text(spec))
+    return {digest: sorted(texts) for digest, texts in hashes.items()}
 
 
 def collect(sections: tuple[str, ...] = SECTIONS, jobs: int | None = None) -> dict[str, Any]:
@@ -114,31 +116,31 @@ def collect(sections: tuple[str, ...] = SECTIONS, jobs: int | None = None) -> di
         sections: some of ``SECTIONS``.
         jobs: number of processes that compile missing kernels; by default one for each CPU.
     """
-    found: dict[str, Any] = {section: {} for section in sections}
+    content: dict[str, Any] = {section: {} for section in sections}
     if "tiles" in sections:
         records = load(RESULTS)
         for arch in ARCHITECTURES:
             choices = choose(records, arch)
-            found["tiles"] |= {name: group_by_tiles(group) for name, group in choices.items()}
+            content["tiles"] |= {name: group_by_tiles(group) for name, group in choices.items()}
             print(f"{arch}: tiles of {len(choices[arch])} cases. Recorded cases:")
             for outcome, count in sorted(count_recorded(records, choices[arch], arch).items()):
                 print(f"{count:6} {outcome}")
     if "kernels" in sections:
         for name in ARCHITECTURES:
-            arch = architecture(f"emulated:{name}")
-            hashes = found["kernels"][str(arch)] = hash_kernels(arch, jobs)
+            target = architecture(f"emulated:{name}")
+            hashes = content["kernels"][str(target)] = hash_kernels(target, jobs)
             total = sum(map(len, hashes.values()))
-            print(f"{arch}: {total} kernels, {len(hashes)} different")
-    return found
+            print(f"{target}: {total} kernels, {len(hashes)} different")
+    return content
 
 
 def group_by_tiles(choices: Choices) -> Tiles:
     """Return the numbers of rows for which a case has each text of tiles, without empty texts."""
-    found: Tiles = {}
+    tiles: Tiles = {}
     for (case, rows), text in sorted(choices.items()):
         if text:
-            found.setdefault(case, {}).setdefault(text, []).append(rows)
-    return found
+            tiles.setdefault(case, {}).setdefault(text, []).append(rows)
+    return tiles
 
 
 def shortened(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,20 +205,20 @@ def _tile_differences(old: Tiles, new: Tiles) -> Iterator[str]:
         for tiles in (old, new)
     )
     for key in sorted({*before, *after}):
-        first, second = before.get(key, "none"), after.get(key, "none")
-        if first != second:
-            yield f"tiles of {key[0]}, {key[1]} rows: {first} before, {second} now"
+        old_text, new_text = before.get(key, "none"), after.get(key, "none")
+        if old_text != new_text:
+            yield f"tiles of {key[0]}, {key[1]} rows: {old_text} before, {new_text} now"
 
 
 def _print_differences(lines: list[str]) -> None:
-    """Print the first lines of each kind, which the text up to the first digit tells apart."""
+    """Print the differences, at most ``_SHOWN`` of each kind."""
     kinds: dict[str, list[str]] = collections.defaultdict(list)
     for line in lines:
-        kinds["tiles" if ": tiles of " in line else line.partition(" with hash")[0]].append(line)
-    for found in kinds.values():
-        print(*found[:_SHOWN], sep="\n")
-        if len(found) > _SHOWN:
-            print(f"... and {len(found) - _SHOWN} more")
+        kinds[next(kind for kind in _KINDS if kind in line)].append(line)
+    for similar in kinds.values():
+        print(*similar[:_SHOWN], sep="\n")
+        if len(similar) > _SHOWN:
+            print(f"... and {len(similar) - _SHOWN} more")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

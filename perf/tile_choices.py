@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 import grouped
-from cute_kernels.capability import UnsupportedError
-from cute_kernels.gemm.problem import GemmConfig
-from cute_kernels.ops.gemm import GroupedGemm
-from cute_kernels.ops.registry import FUNCTIONAL
+from cute_kernels import UnsupportedError
+from cute_kernels.kernels.gemm.common.problem import GemmConfig
+from cute_kernels.ops.gemm.op import GroupedGemm
 from cute_kernels.runtime.backend import Backend
+from cute_kernels.runtime.replay import OPS_BY_OVERLOAD
 
 from .cases import GroupedShape
+from .contender import Contender
 from .measure.base import Meter
 from .operands import Operands
 from .records import Record
@@ -119,7 +120,7 @@ class _TileNotes(TorchDispatchMode):
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan the op on tensors of the same metadata without data, and note its tiles."""
         name = func.__name__.partition(".")[0].removesuffix("_out")
-        op_class = FUNCTIONAL.get(getattr(torch.ops.cute_kernels, name).default)
+        op_class = OPS_BY_OVERLOAD.get(getattr(torch.ops.cute_kernels, name).default)
         if op_class is None or not issubclass(op_class, GroupedGemm):
             return
         kwargs = {name: value for name, value in kwargs.items() if name not in _OUT_ARGUMENTS}
@@ -166,8 +167,7 @@ def _product(
     shape = dataclasses.replace(shape, model="", layer="")
 
     def run() -> None:
-        contender = gemm.ours(pair, _operands(shape, rows, product, meter), meter)
-        contender.prepare()()
+        _call(gemm.ours(pair, _operands(shape, rows, product, meter), meter))
 
     return (text, rows), run
 
@@ -175,10 +175,10 @@ def _product(
 def _pair(record: Record) -> Pair:
     """Return the formats and options of a recorded product."""
     a, _, b = record.format.partition(" x ")
-    formats = [None if text in ("", "bfloat16") else text for text in (a, b)]
     options = record.contender.split(", ")
     return Pair(
-        *formats,
+        None if a == "bfloat16" else a,
+        None if b in ("", "bfloat16") else b,
         prepacked="prepacked" in options,
         quantizes="tokens quantized too" in options,
         accumulates="accumulating" in options,
@@ -212,12 +212,16 @@ def _fused_case(case: Mapping[str, Any], contender: str, fmt: str) -> Case:
     return f"{case['call']}, {fmt}, {contender}", case["tokens"]
 
 
+def _call(contender: Contender) -> Any:
+    return contender.prepare()()
+
+
 def _fused_calls(meter: Meter) -> Iterator[tuple[Case, Run]]:
     """Yield the fused calls of a mixture that the suite ``counts`` has."""
     for task in fused.tasks(meter, Options()):
         for contender in task.contenders(0):
             case = _fused_case(task.case, contender.name, contender.format)
-            yield case, lambda contender=contender: contender.prepare()()
+            yield case, functools.partial(_call, contender)
 
 
 def why_skipped(record: Record) -> str:
@@ -268,25 +272,25 @@ def choose(records: Iterable[Record], arch: str) -> dict[str, Choices]:
         empty text. The first GPU has all cases, the others have those in which they differ.
     """
     meter = _FakeMeter(arch)
-    first, *others = [gpu for gpu in GPUS if gpu.arch == arch]
-    choices: dict[str, Choices] = {gpu.name: {} for gpu in (first, *others)}
+    reference, *variants = [gpu for gpu in GPUS if gpu.arch == arch]
+    choices: dict[str, Choices] = {gpu.name: {} for gpu in (reference, *variants)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.callback(_operands.cache_clear)
         for case, run in _cases(records, meter):
-            if case in choices[first.name]:
+            if case in choices[reference.name]:
                 continue
             notes = _TileNotes(arch)
             try:
                 with notes, meter.active():
                     run()
             except UnsupportedError:
-                choices[first.name][case] = UNSUPPORTED
+                choices[reference.name][case] = UNSUPPORTED
                 continue
             texts = {gpu: " | ".join(tiles) for gpu, tiles in notes.tiles.items()}
-            choices[first.name][case] = texts[first]
-            for gpu in others:
-                if texts[gpu] != texts[first]:
+            choices[reference.name][case] = texts[reference]
+            for gpu in variants:
+                if texts[gpu] != texts[reference]:
                     choices[gpu.name][case] = texts[gpu]
     return choices
 
