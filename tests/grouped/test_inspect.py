@@ -17,19 +17,7 @@ from grouped.functional.linear_passes import Copies
 from grouped.inspect import inspect
 from grouped.inspect.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import (
-    BF16,
-    E5M2,
-    F16,
-    F32,
-    U8,
-    assert_all_same,
-    each,
-    raises,
-    sample,
-    step,
-    whole_graph,
-)
+from tests.helpers import BF16, E5M2, F16, F32, U8, assert_all_same, sample, step, whole_graph
 
 from .cases import ALL_RECIPES, WEIGHT_FORMAT
 
@@ -107,7 +95,7 @@ def expected(x, q, columnwise):
     return {name: [entry[name] for entry in lists] for name in lists[0]}
 
 
-@each("name", [n for n in EVERY if n != "stochastic"])
+@pytest.mark.parametrize("name", [n for n in EVERY if n != "stochastic"])
 def test_against_numpy(name):
     recipe = EVERY[name]
     layer, (x, dy) = layer_of(recipe), operands()
@@ -151,8 +139,8 @@ def test_against_numpy(name):
         assert found["input", "rowwise"]["underflow"][2] > 0.1
 
 
-@each("frozen", [False, True])
-@each("name", [*EVERY])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", [*EVERY])
 def test_results_keep_their_bits(name, frozen):
     def results(look):
         layer, (x, dy) = layer_of(EVERY[name]), operands()
@@ -201,7 +189,7 @@ BOTH = {(role, way): 35 for role in ("input", "grad_output") for way in ("rowwis
 WEIGHT = {("weight", "rowwise"): 3 * N, ("weight", "columnwise"): 3 * N}
 
 
-@each("reentrant", [None, False, True])
+@pytest.mark.parametrize("reentrant", [None, False, True])
 def test_microbatches_and_checkpointing(reentrant):
     layer = layer_of(recipes.NVFP4())
     batches = [operands(seed=seed) for seed in (5, 6)]
@@ -243,7 +231,7 @@ def test_microbatches_and_checkpointing(reentrant):
 GIVEN = ("quantized", "prepacked", "w4a16")
 
 
-@each("kind", ["kept", "discrete", "delayed wgrad", "eval", *GIVEN])
+@pytest.mark.parametrize("kind", ["kept", "discrete", "delayed wgrad", "eval", *GIVEN])
 def test_kinds_of_weights(kind):
     kinds = {"single_parameter": kind != "discrete", "delay_wgrad": kind == "delayed wgrad"}
     layer, (x, dy) = layer_of(recipes.NVFP4(), **kinds), operands()
@@ -280,7 +268,7 @@ def test_kinds_of_weights(kind):
             assert r == other | {"layer": r["layer"]}
 
 
-@each("dtype", [F16, F32])
+@pytest.mark.parametrize("dtype", [F16, F32])
 def test_plain_copies(dtype):
     layer = GroupedLinear(2, 4, 2, bias=False, dtype=F32)
     with torch.no_grad():
@@ -302,17 +290,17 @@ def test_compiled(fresh_dynamo):
     whole = whole_graph(layer)
     plain = train(layer, x, dy, whole)
     with inspect(layer) as lens:
-        with raises(Exception, r"grouped\.debug\.inspect looks at the operands"):
+        with pytest.raises(Exception, match=r"grouped\.debug\.inspect looks at the operands"):
             train(layer, x, dy, whole)
         seen = train(layer, x, dy, function)
-        with raises(RuntimeError, r"grouped\.debug\.inspect looks at the operands"):
+        with pytest.raises(RuntimeError, match=r"grouped\.debug\.inspect looks at the operands"):
             torch.func.grad(lambda x: layer(x, torch.tensor(ENDS)).sum())(x)
     assert totals(lens) == BOTH | WEIGHT
     assert_all_same(seen, plain)
     train(layer, x, dy, whole)
 
 
-@each("name", ["nvfp4", "row-scaled", "mxfp8", "fp8-block", "fp8", "bf16"])
+@pytest.mark.parametrize("name", ["nvfp4", "row-scaled", "mxfp8", "fp8-block", "fp8", "bf16"])
 def test_nothing_is_read_on_the_host(name):
     """Fake tensors have no values."""
     fmt = EVERY[name].input
@@ -343,7 +331,7 @@ def test_layers_files_and_tables(tmp_path):
             with torch.no_grad():
                 model.a(x, torch.tensor(ENDS))
             lens.step()
-        with raises(RuntimeError, "a.down is inspected already"), inspect(model):
+        with pytest.raises(RuntimeError, match="a.down is inspected already"), inspect(model):
             pass
         pickle.loads(pickle.dumps(copy.deepcopy(model))).a(x, torch.tensor(ENDS))
     model.a(x, torch.tensor(ENDS))
@@ -378,9 +366,9 @@ def test_wrong_arguments():
         ({"roles": "input"}, TypeError, "roles must be a sequence of names, got the string"),
         ({"layers": ["up"]}, ValueError, "layers: 'up' is none of GroupedLinear"),
     ):
-        with raises(error, message):
+        with pytest.raises(error, match=message):
             inspect(layer, **options)
-    with raises(ValueError, "no step was looked at"):
+    with pytest.raises(ValueError, match="no step was looked at"):
         inspect(layer).table()
-    with raises(ValueError, "step 3 was not looked at"):
+    with pytest.raises(ValueError, match="step 3 was not looked at"):
         inspect(layer).summary(3)

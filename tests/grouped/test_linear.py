@@ -1,5 +1,6 @@
 import itertools
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,9 +14,7 @@ from tests.helpers import (
     SPLITS,
     assert_all_same,
     assert_same_bytes,
-    each,
     end_rows,
-    raises,
     sample,
     step,
 )
@@ -68,8 +67,8 @@ def expected(layer, x, ends, dy):
     return y, dx, dw, db
 
 
-@each("recipe", EVERY_RECIPE)
-@each("splits", SPLITS)
+@pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_against_one_linear_per_expert(splits, recipe):
     """fp32 inputs, so that only the accumulation differs;
 
@@ -104,9 +103,12 @@ OTHERS["row-scaled gradients"] = Recipe(
 )
 
 
-@each("recipe", EVERY_RECIPE | OTHERS)
-@each("dtype", [BF16, F16, F32])
-@each("parameters", [BF16, F32])
+ALL_LAYER_RECIPES = EVERY_RECIPE | OTHERS
+
+
+@pytest.mark.parametrize("recipe", ALL_LAYER_RECIPES.values(), ids=ALL_LAYER_RECIPES)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("parameters", [BF16, F32])
 def test_dtypes(recipe, dtype, parameters):
     if recipe == ALL_RECIPES["hadamard"] and {dtype, parameters} != {BF16}:
         return  # Nothing else is transformed; decoded, a transform is undone in fp32.
@@ -121,8 +123,8 @@ def test_dtypes(recipe, dtype, parameters):
             close(t, want, tolerance[of])
 
 
-@each("single", [True, False])
-@each("bias", [True, False])
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
 def test_names_and_initialization_are_those_of_linear(bias, single):
     layer = layer_of(RECIPES["bf16"], single_parameter=single, bias=bias)
     names = ["weight"] + ["bias"] * bias
@@ -135,7 +137,7 @@ def test_names_and_initialization_are_those_of_linear(bias, single):
             assert_same_bytes(layer._stacked(name)[g].detach(), getattr(expert, name).detach())
 
 
-@each("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_two_backward_passes_and_accumulation(recipe):
     layer = layer_of(recipe)
     x = sample(40, K).requires_grad_()
@@ -146,11 +148,11 @@ def test_two_backward_passes_and_accumulation(recipe):
     y.backward(dy)
     for t, once in zip((x, *layer.parameters()), first, strict=True):
         assert_same_bytes(t.grad, 2 * once)
-    with raises(RuntimeError, "second time"):
+    with pytest.raises(RuntimeError, match="second time"):
         y.backward(dy)
 
 
-@each("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_autocast(recipe):
     layer = layer_of(recipe)
     x = torch.randn(40, K, requires_grad=True)
@@ -196,8 +198,8 @@ def test_only_what_the_gradients_need_is_quantized():
     assert directions(counter) == [(True, True, False), (False, True, False)]
 
 
-@each("single", [True, False])
-@each("recipe", QUANTIZED)
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
 def test_microbatches_share_one_quantized_weight(recipe, single):
     layer = layer_of(recipe, single_parameter=single)
     batches = [sample(40, K) for _ in range(3)]
@@ -219,12 +221,12 @@ def test_microbatches_share_one_quantized_weight(recipe, single):
 def test_a_later_microbatch_needs_a_kept_weight():
     layer = layer_of(RECIPES["row-scaled"])
     x = sample(40, K)
-    with raises(RuntimeError, "a call with True kept; none was"):
+    with pytest.raises(RuntimeError, match="a call with True kept; none was"):
         layer(x, ENDS, is_first_microbatch=False)
     with torch.no_grad():
         layer(x, ENDS, is_first_microbatch=True)
     layer(x, ENDS, is_first_microbatch=False)
-    with raises(RuntimeError, "columnwise weight.*under no_grad"):
+    with pytest.raises(RuntimeError, match="columnwise weight.*under no_grad"):
         layer(x.requires_grad_(), ENDS, is_first_microbatch=False)
 
 
@@ -243,7 +245,7 @@ def test_a_frozen_quantized_weight():
     with OpCounter() as counter:
         layer(x, OFFS)
     assert directions(counter) == [(False, True, False)]
-    with raises(RuntimeError, "weight has no columnwise copy"):
+    with pytest.raises(RuntimeError, match="weight has no columnwise copy"):
         layer(x.requires_grad_(), ENDS)
     with torch.no_grad():
         layer(x, ENDS)
@@ -253,7 +255,7 @@ def ragged_weight():
     return grouped.quantize(sample(3 * N, K), WEIGHT_FORMAT, offs=[N, 2 * N, 3 * N])
 
 
-@each(
+@pytest.mark.parametrize(
     ("make", "error", "match"),
     [
         (
@@ -278,7 +280,7 @@ def test_quantized_weights_that_do_not_fit_are_refused(make, error, match):
     alone = layer_of(mlp.gate_up.recipe)
     alone.weight = mlp.gate_up.weight = nn.Parameter(make())
     for module in (alone, mlp):
-        with raises(error, match):
+        with pytest.raises(error, match=match):
             module(sample(40, K), ENDS)
 
 
@@ -295,10 +297,10 @@ def test_bf16_activations_beside_a_quantized_weight():
     assert_same_bytes(dw, grouped.grouped_gemm(dy, x, **options))
 
 
-@each(
+@pytest.mark.parametrize(
     ("arguments", "name"),
     [((0, K, N), "num_groups"), ((3, 0, N), "in_features"), ((3, K, -1), "out_features")],
 )
 def test_construction_refuses(arguments, name):
-    with raises(ValueError, f"{name} must be positive"):
+    with pytest.raises(ValueError, match=f"{name} must be positive"):
         GroupedLinear(*arguments)

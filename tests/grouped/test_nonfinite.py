@@ -7,7 +7,7 @@ from torch import nn
 import cute_kernels
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, assert_all_same, each, raises, sample, step, whole_graph
+from tests.helpers import BF16, assert_all_same, sample, step, whole_graph
 
 from .cases import FP8_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT
 
@@ -61,28 +61,30 @@ def assert_reached(got, place, row_scaled, found=torch.isnan):
         assert_all_or_none(values, wanted, found)
 
 
-@each("single", [True, False])
-@each("place", [*REACHED])
-@each("name", [*QUANTIZED])
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("place", [*REACHED])
+@pytest.mark.parametrize("name", [*QUANTIZED])
 def test_a_nan_reaches_what_it_was_quantized_with(name, place, single):
     got = run(PROPAGATING[name], place, single=single)
     assert_reached(got, place, name == "row-scaled")
 
 
-@each(("name", "backend"), [("row-scaled", "emulated:sm_90a"), ("nvfp4", "emulated:sm_100a")])
+@pytest.mark.parametrize(
+    ("name", "backend"), [("row-scaled", "emulated:sm_90a"), ("nvfp4", "emulated:sm_100a")]
+)
 def test_on_kernels(name, backend):
     with cute_kernels.backend(backend):
         for place in ("x", "weight", "dy"):
             assert_reached(run(PROPAGATING[name], place), place, name == "row-scaled")
 
 
-@each("place", ["x", "weight"])
+@pytest.mark.parametrize("place", ["x", "weight"])
 def test_compiled(place):
     got = run(PROPAGATING["row-scaled"], place, compiled=True)
     assert_reached(got, place, row_scaled=True)
 
 
-@each("name", [*QUANTIZED])
+@pytest.mark.parametrize("name", [*QUANTIZED])
 def test_where_an_operand_is_quantized_on_the_way(name):
     """Without gradients of the weight no product reads a columnwise copy."""
     layer = GroupedLinear(3, K, N, recipe=PROPAGATING[name]).requires_grad_(False)
@@ -95,7 +97,7 @@ def test_where_an_operand_is_quantized_on_the_way(name):
     assert_all_or_none(leaf.grad, FIRST)
 
 
-@each("name", [*PROPAGATING])
+@pytest.mark.parametrize("name", [*PROPAGATING])
 def test_numbers_keep_their_bits(name):
     assert_all_same(run(PROPAGATING[name], None), run(SILENT[name], None))
 
@@ -119,8 +121,8 @@ def assert_fp8_reached(got, where, spread=lambda want: want):
     )
 
 
-@each("place", [*FP8_REACHED])
-@each("name", [*FP8_RECIPES])
+@pytest.mark.parametrize("place", [*FP8_REACHED])
+@pytest.mark.parametrize("name", [*FP8_RECIPES])
 def test_fp8_codes_keep_a_nan_in_its_row_or_column(name, place):
     for recipe in (PROPAGATING, SILENT):
         for got, where in zip(run(recipe[name], place), FP8_REACHED[place], strict=True):
@@ -137,9 +139,9 @@ def rows_of_its_group(want):
     return groups
 
 
-@each("value", [torch.inf, -torch.inf])
-@each("place", [*FP8_REACHED])
-@each("name", [*FP8_RECIPES])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [*FP8_REACHED])
+@pytest.mark.parametrize("name", [*FP8_RECIPES])
 def test_an_infinity_reaches_what_shares_its_scale(name, place, value):
     is_local = name in (
         "mxfp8",
@@ -152,15 +154,15 @@ def test_an_infinity_reaches_what_shares_its_scale(name, place, value):
         assert not got.isnan().any() if name.startswith("mxfp8") else got.isfinite().all()
 
 
-@each("place", ["x", "weight", "dy"])
-@each("name", [*QUANTIZED])
+@pytest.mark.parametrize("place", ["x", "weight", "dy"])
+@pytest.mark.parametrize("name", [*QUANTIZED])
 def test_without_the_option_a_nan_disappears_as_documented(name, place):
     assert all(t.isfinite().all() for t in run(SILENT[name], place))
 
 
-@each("place", ["x", "weight", "dy"])
-@each("value", [torch.inf, -torch.inf])
-@each("name", [*QUANTIZED])
+@pytest.mark.parametrize("place", ["x", "weight", "dy"])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", [*QUANTIZED])
 def test_infinities_need_no_option(name, value, place):
     assert_reached(
         run(SILENT[name], place, value), place, name == "row-scaled", lambda flat: ~flat.isfinite()
@@ -214,7 +216,7 @@ FOUND = {
 }
 
 
-@each(
+@pytest.mark.parametrize(
     ("name", "place", "compiled"),
     [(*case, False) for case in FOUND] + [("row-scaled", "x", True), ("bf16", "dy", True)],
 )
@@ -251,7 +253,7 @@ def test_all_layers_without_a_model():
         for layer, x in zip(reversed(layers), (sample(40, K), with_nan(K), None), strict=True):
             if x is not None:
                 train(layer, x=x)
-        with raises(RuntimeError, "active already"), grouped.debug.detect_nonfinite():
+        with pytest.raises(RuntimeError, match="active already"), grouped.debug.detect_nonfinite():
             pass
     (name, roles), *others = found.report().items()
     assert not others and roles == ("input",)
@@ -275,12 +277,12 @@ def test_a_compiled_layer_needs_the_model():
     function = torch.compile(layer, fullgraph=True, backend="eager")
     with (
         grouped.debug.detect_nonfinite(),
-        raises(Exception, "needs the model to watch a compiled layer"),
+        pytest.raises(Exception, match="needs the model to watch a compiled layer"),
     ):
         train(layer, function=function)
 
 
-@each("single", [True, False])
+@pytest.mark.parametrize("single", [True, False])
 def test_no_gradients_and_quantized_weights(single):
     layer = GroupedLinear(3, K, N, recipe=RECIPES["nvfp4"], single_parameter=single).eval()
     weight = sample(3, N, K)

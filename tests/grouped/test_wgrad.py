@@ -13,9 +13,7 @@ from tests.helpers import (
     I32,
     assert_same_buffers,
     assert_same_bytes,
-    each,
     each_copy,
-    raises,
     sample,
     whole_graph,
 )
@@ -76,8 +74,8 @@ def dy():
     return sample(40, N)
 
 
-@each("dtype", [F32, BF16])
-@each(("name", "form"), RECIPES_AND_FORMS)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("name", "form"), RECIPES_AND_FORMS)
 def test_gradients_add_up_in_main_grad(name, form, dtype, x, dy):
     """In fp32 before the one cast; the input's and the bias's are what they always are."""
     recipe = ALL_RECIPES[name]
@@ -101,8 +99,8 @@ def test_gradients_add_up_in_main_grad(name, form, dtype, x, dy):
     assert all(t._version > v for t, v in zip(held, versions, strict=True))
 
 
-@each("form", FORMS)
-@each("way", ["is_first_microbatch", "overwrite_main_grad"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", ["is_first_microbatch", "overwrite_main_grad"])
 def test_overwriting(way, form, x, dy):
     recipe = RECIPES["row-scaled"]
     layer = layer_of(recipe, form, fuse_wgrad_accumulation=True)
@@ -133,7 +131,7 @@ def test_one_expert_overwrites_and_one_is_frozen(x, dy):
     assert layer.weight2.grad is None and not hasattr(layer.weight2, "grad_added_to_main_grad")
 
 
-@each("form", FORMS)
+@pytest.mark.parametrize("form", FORMS)
 def test_what_hooks_find(form, x, dy):
     layer = layer_of(NVFP4, form, fuse_wgrad_accumulation=True)
     give_main_grads(layer, form)
@@ -160,7 +158,7 @@ def test_what_hooks_find(form, x, dy):
     assert len(seen) == 2 * len(kept) and not torch.equal(main_grads(layer), before)
 
 
-@each(
+@pytest.mark.parametrize(
     ("make", "error", "match"),
     [
         (lambda p: None, RuntimeError, r" is missing: fuse_wgrad_accumulation.*shape \(S"),
@@ -187,8 +185,8 @@ def test_what_hooks_find(form, x, dy):
         ),
     ],
 )
-@each("delay", [False, True])
-@each("single", [True, False])
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("single", [True, False])
 def test_a_main_grad_that_does_not_fit(single, delay, make, error, match, x, dy):
     layer = layer_of(
         NVFP4, "single" if single else "discrete", fuse_wgrad_accumulation=True, delay_wgrad=delay
@@ -202,7 +200,7 @@ def test_a_main_grad_that_does_not_fit(single, delay, make, error, match, x, dy)
     counter = OpCounter()
     if delay:
         y.backward(dy)
-    with counter, raises(error, match):
+    with counter, pytest.raises(error, match=match):
         layer.backward_dw() if delay else y.backward(dy)
     assert not {name for name in counter.counts if "group" in name}
     if delay:  # What waited is there still.
@@ -226,8 +224,8 @@ def gradients(layer):
     }
 
 
-@each("fuse", [False, True])
-@each(("name", "form"), [*RECIPES_AND_FORMS, ("delayed scaling", "single")])
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize(("name", "form"), [*RECIPES_AND_FORMS, ("delayed scaling", "single")])
 def test_delayed_gradients_are_the_same(name, form, fuse):
     recipe = ALL_RECIPES.get(name, FP8Delayed(history_length=4))
     delayed, plain = (
@@ -249,11 +247,11 @@ def test_delayed_gradients_are_the_same(name, form, fuse):
         if fuse:
             assert_same_bytes(main_grads(delayed), main_grads(plain))
     assert_same_buffers(delayed.state_dict(), plain.state_dict())
-    with raises(RuntimeError, "backward_dw has nothing to compute"):
+    with pytest.raises(RuntimeError, match="backward_dw has nothing to compute"):
         delayed.backward_dw()
 
 
-@each("recipe", ALL_RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_backward_computes_dx_only(recipe, x, dy):
     layer = layer_of(recipe, delay_wgrad=True)
     y = layer(x.clone().requires_grad_(), torch.tensor(ENDS, dtype=I32))
@@ -266,8 +264,8 @@ def test_backward_computes_dx_only(recipe, x, dy):
     assert not {"m_grouped_gemm", "grouped_quantize"} & set(counter.counts)
 
 
-@each("frozen", ["weight", "bias", "x", "weight bias"])
-@each("form", FORMS[:2])
+@pytest.mark.parametrize("frozen", ["weight", "bias", "x", "weight bias"])
+@pytest.mark.parametrize("form", FORMS[:2])
 def test_delayed_beside_frozen_parameters(form, frozen, x, dy):
     results = []
     for delay in (True, False):
@@ -324,7 +322,7 @@ def test_delayed_under_activation_checkpointing_and_in_other_grad_modes(x, dy):
 
 
 def test_without_the_option_and_without_parameters_to_train(x, dy):
-    with raises(RuntimeError, "made with delay_wgrad=True"):
+    with pytest.raises(RuntimeError, match="made with delay_wgrad=True"):
         layer_of(RECIPES["bf16"]).backward_dw()
     layer = layer_of(RECIPES["bf16"], delay_wgrad=True).requires_grad_(False)
     layer(x.requires_grad_(), ENDS).backward(dy)
@@ -335,12 +333,12 @@ def test_without_the_option_and_without_parameters_to_train(x, dy):
 def test_copies_wait_for_nothing(copied, x, dy):
     layer = layer_of(NVFP4, delay_wgrad=True)
     layer(x, ENDS).backward(dy)
-    with raises(RuntimeError, "nothing to compute"):
+    with pytest.raises(RuntimeError, match="nothing to compute"):
         copied(layer).backward_dw()
     layer.backward_dw()
 
 
-@each("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad": True}])
+@pytest.mark.parametrize("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad": True}])
 def test_compiled_and_transformed(options, x, dy, fresh_dynamo):
     """A graph breaks at such a layer; who wants one graph, or a transform, hears of it."""
     recipe, offs = NVFP4, torch.tensor(ENDS)
@@ -358,12 +356,12 @@ def test_compiled_and_transformed(options, x, dy, fresh_dynamo):
     message = "trains in eager mode only"
     torch._dynamo.reset()
     whole = whole_graph(layer)
-    with raises(Exception, message):
+    with pytest.raises(Exception, match=message):
         whole(x, offs)
     for strict in (True, False):
-        with raises(Exception, message):
+        with pytest.raises(Exception, match=message):
             torch.export.export(layer, (x, offs), strict=strict)
-    with raises(RuntimeError, message):
+    with pytest.raises(RuntimeError, match=message):
         torch.func.grad(lambda x: layer(x, offs).sum())(x)
     # Nothing is lost where nobody asks for gradients of parameters.
     with torch.no_grad():
@@ -374,7 +372,7 @@ def test_compiled_and_transformed(options, x, dy, fresh_dynamo):
     assert leaf.grad.any()
 
 
-@each("single", [True, False])
+@pytest.mark.parametrize("single", [True, False])
 def test_a_step_without_delayed_gradients_warns(single, x, dy, recwarn):
     """Of parameters that the optimizer has, and only as long as gradients wait."""
     layer = layer_of(RECIPES["bf16"], "single" if single else "discrete", delay_wgrad=True)
