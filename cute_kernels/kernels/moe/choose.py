@@ -11,7 +11,7 @@ GatherConfigT = TypeVar("GatherConfigT", bound=GatherConfig)
 
 
 def choose_routing_config(ids: str, pairs: int) -> RoutingConfig:
-    """Return the configuration that sorts ``pairs`` (token, expert) pairs with ids of dtype ``ids``."""
+    """Return the configuration that sorts ``pairs`` pairs, with expert ids of the dtype ``ids``."""
     return RoutingConfig(ids, 1 if pairs <= _MAX_PAIRS_OF_ONE_CTA else RoutingConfig.ctas)
 
 

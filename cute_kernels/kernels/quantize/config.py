@@ -4,8 +4,8 @@ A configuration is the spec of one compiled kernel (``cute_kernels.runtime.spec`
 format as its canonical text, such as ``"nvfp4:row_scaled"``; the format's record decides what the
 kernel computes.
 
-This module says what is possible: ``can_implement`` returns a ``Support`` with the reason. ``choose``
-picks one of the possible configurations and holds the measured preferences.
+This module says what is possible: ``can_implement`` returns a ``Support`` with the reason.
+``choose`` picks one of the possible configurations and holds the measured preferences.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class RowsConfig(CopyConfig):
 
     A global scale per row is an output. A global scale per group is an input.
 
-    A team of warps holds rows in registers: either ``warps_per_row`` warps hold one row, or one warp
-    holds ``rows_per_warp`` short rows. ``num_stages`` times the rows of a team are in flight.
+    A team of warps holds rows in registers: either ``warps_per_row`` warps hold one row, or one
+    warp holds ``rows_per_warp`` short rows. ``num_stages`` times the rows of a team are in flight.
 
     Attributes:
         warps_per_row: 1, 2, 4, 8 or 16.
@@ -119,11 +119,11 @@ class RowsConfig(CopyConfig):
     prologue: Prologue | None = None
 
     #: The compiled function takes (x, index, offs, amax, codes, scales, scale_inv, scale, num_sms).
-    #: x: (T, K) or (G, N, K), contiguous; its width follows from the prologue. index: (R,) int32 if
-    #: the prologue gathers, else None. offs: (G,) int32, None if uniform. amax: (T,) fp32 if the
-    #: kernel computes it, (G,) fp32 if it is an input, None without a global scale. codes, scales:
-    #: see ``layout.buffers``; scales is None if blocks have none. scale_inv, scale: (G,) fp32
-    #: outputs, or None if the format does not store them.
+    #: ``x``: (T, K) or (G, N, K), contiguous; its width follows from the prologue. ``index``: (R,)
+    #: int32 if the prologue gathers, else None. ``offs``: (G,) int32, None if uniform. ``amax``:
+    #: (T,) fp32 if the kernel computes it, (G,) fp32 if it is an input, None without a global
+    #: scale. ``codes``, ``scales``: see ``layout.buffers``; ``scales`` is None if blocks have none.
+    #: ``scale_inv``, ``scale``: (G,) fp32 outputs, or None if the format does not store them.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.row_quantizer:RowsQuantizer"
     #: True if teams read tokens in order and write all rows of a token, instead of row by row.
     reads_tokens: ClassVar[bool] = False
@@ -299,12 +299,13 @@ class TileConfig(CopyConfig):
 
     #: The compiled function takes (x, index, offs, row_amax, group_amax, codes, scales, codes_t,
     #: scales_t, scale_inv, scale, amax, column_amax, seed, rng_offset, rng_offset_t, num_sms), with
-    #: None for each one that the configuration or the format does not use. x: at least one row.
-    #: row_amax: (T,) fp32 if ``uses_row_amax``. group_amax: (G,) fp32 if ``uses_group_amax``; the
-    #: scales if the caller gives them. scale_inv, scale: (G,) fp32 outputs. amax: (G,) fp32 output
-    #: if the caller gives scales. column_amax: (G,) fp32 if ``has_column_amax``. seed: (2,) int64
-    #: for stochastic formats. rng_offset, rng_offset_t: int64 if ``is_member``, the blocks that
-    #: precede the first block of each copy.
+    #: None for each one that the configuration or the format does not use. ``x``: at least one
+    #: row. ``row_amax``: (T,) fp32 if ``uses_row_amax``. ``group_amax``: (G,) fp32 if
+    #: ``uses_group_amax``; the scales if the caller gives them. ``scale_inv``, ``scale``: (G,) fp32
+    #: outputs. ``amax``: (G,) fp32 output if the caller gives scales. ``column_amax``: (G,) fp32 if
+    #: ``has_column_amax``. ``seed``: (2,) int64 for stochastic formats. ``rng_offset``,
+    #: ``rng_offset_t``: int64 if ``is_member``, the blocks that precede the first block of each
+    #: copy.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.tiles.kernel:TileQuantizer"
     #: Warps that convert one 128x128 tile together.
     warps_per_team: ClassVar[int] = 4
@@ -418,9 +419,10 @@ class GradientConfig:
     #: The compiled function takes (x, grad, offs, weight, pair, given_scale, scaled_given_scale,
     #: then of the gradient codes, scales, codes_t, scales_t, scale_inv, scale, amax, then of the
     #: weighted activation None, None, codes_t, ..., amax, then sums, dweight, num_sms, counter).
-    #: x: (R, W). grad: (R, N). weight, dweight: (T * top_k,) fp32. pair: (R,) int32. sums: (tiles
-    #: along N, R) fp32, a workspace. given_scale, scale_inv, scale, amax: (G,) fp32 if the format
-    #: takes scales, else None; the last three are outputs. counter: int32, as of GEMMs.
+    #: ``x``: (R, W). ``grad``: (R, N). ``weight``, ``dweight``: (T * top_k,) fp32. ``pair``: (R,)
+    #: int32. ``sums``: (tiles along N, R) fp32, a workspace. ``given_scale``, ``scale_inv``,
+    #: ``scale``, ``amax``: (G,) fp32 if the format takes scales, else None; the last three are
+    #: outputs. ``counter``: int32, as of GEMMs.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.tiles.gradient:GradientQuantizer"
     #: CTAs take tiles from a counter, because some tiles have few rows.
     mixes_groups: ClassVar[bool] = True
@@ -587,11 +589,11 @@ class DequantizeConfig(CopyConfig):
 
     columnwise: bool = False
 
-    #: The compiled function takes (codes, scales, global_scale, offs, out, fresh, num_sms). codes,
-    #: scales: as the quantizers write them; scales is None if blocks have none. global_scale: (T,)
-    #: or (G,) fp32: the amax, or scale_inv if the format stores one; None without a global scale.
-    #: offs: (G,) int32, None if uniform. out: (T, K) or (G, N, K), contiguous. fresh: not 0 to
-    #: write zeros to the tail.
+    #: The compiled function takes (codes, scales, global_scale, offs, out, fresh, num_sms).
+    #: ``codes``, ``scales``: as the quantizers write them; ``scales`` is None if blocks have none.
+    #: ``global_scale``: (T,) or (G,) fp32: the amax, or scale_inv if the format stores one; None
+    #: without a global scale. ``offs``: (G,) int32, None if uniform. ``out``: (T, K) or (G, N, K),
+    #: contiguous. ``fresh``: not 0 to write zeros to the tail.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.dequantize:Dequantizer"
 
     @property
