@@ -12,7 +12,7 @@ from cutlass import Float32, Uint32
 
 from cute_kernels.device.codecs import CODECS
 
-from ...capability import UnsupportedError
+from ...records import UnsupportedError
 from ...formats import Format
 from ..convert import pack_words
 from ..ptx import asm

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...capability import UnsupportedError
+from ...records import UnsupportedError
 from ...kernels.gemm.choose import choose_config
 from ...kernels.gemm.common.operand_kinds import operand_of
 from ...kernels.gemm.common.problem import GemmConfig, GemmProblem, TileShape
