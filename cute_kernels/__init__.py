@@ -18,8 +18,8 @@ if importlib.util.find_spec("torch") is not None:
     from cute_kernels import ops
 
     from .capability import support
-    from .records import UnsupportedError
     from .layout.prepack import prepack, unpack
+    from .records import UnsupportedError
     from .runtime.aot import precompile
     from .runtime.backend import Backend, active_backend, backend
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cute_kernels.arch import get_arch
 from cute_kernels.capability import Support, why_unsupported
-from cute_kernels.records import UnsupportedError
 from cute_kernels.formats import E4M3, Format, parse
 from cute_kernels.formats.activations import parse_activation
+from cute_kernels.records import UnsupportedError
 
 from .prologue import DTYPE_BYTES, Prologue
 

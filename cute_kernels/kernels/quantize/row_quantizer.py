@@ -30,7 +30,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, c
 
 from cute_kernels.arch import get_arch
 from cute_kernels.device.absmax import absmax_words, fmax, warp_max
-from cute_kernels.device.activations import TABLE_BYTES
+from cute_kernels.device.activation_curves import TABLE_BYTES
 from cute_kernels.device.codecs import Level, codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping, indexed
