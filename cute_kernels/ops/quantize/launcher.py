@@ -24,7 +24,7 @@ from ...kernels.quantize.prologue import Prologue
 from ...layout.buffers import BufferSpec, code_pitch
 from ...layout.shapes import PITCH_ALIGNMENT
 from ...reference.codecs import codec_of
-from ...runtime.allocator import Allocator
+from ...runtime.allocator import ALIGNMENT, Allocator
 from ...runtime.launch import Launcher
 from ..activation_prologue import result_columns
 from ..arguments import dense, dtype_name, readable
