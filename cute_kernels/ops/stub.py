@@ -103,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         STUB.write_text(generate(), encoding="utf-8")
         return 0
     if not STUB.exists() or STUB.read_text(encoding="utf-8") != generate():
-        print(f"{STUB} is out of date: run python -m cute_kernels.ops.stub --write", file=sys.stderr)
+        print(
+            f"{STUB} is out of date: run python -m cute_kernels.ops.stub --write", file=sys.stderr
+        )
         return 1
     return 0
 
