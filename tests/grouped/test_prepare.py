@@ -270,7 +270,7 @@ REFUSED = {
         moe_of,
         {"fmt": grouped.NVFP4(row_scaled=True)},
         ValueError,
-        "one second-level scale a group",
+        "one global scale per group",
     ),
     "transformed": (
         moe_of,

@@ -8,7 +8,7 @@ import torch
 import ptx_emulator as emulator
 from cute_kernels.kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
 from cute_kernels.kernels.gemm.sm90.warp_schedule import WarpSchedule
-from tests.helpers import seeded
+from tests.helpers import seeded_generator
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, product_of
 from .op_support import each_mode
@@ -161,7 +161,7 @@ def test_extreme_weights_and_activations(dtype, device):
     """All codes and block scales, and plain activations over the whole range of their type."""
     config = Sm90GemmConfig("nvfp4", activations=dtype, out_dtype="float32", tile=M_TILES["256x16"])
     product = m_grouped(config, [16, 3], 264, 256, seed=7)
-    generator = seeded(1)
+    generator = seeded_generator(1)
     for codes, scales in ((x.codes, x.scales) for x in (product.b, product.a)):
         if scales is None:
             wild = (

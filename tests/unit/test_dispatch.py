@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels import capability, ops
 from cute_kernels.capability import UnsupportedError
-from cute_kernels.device import activations as device_activations
+from cute_kernels.device import activation_curves
 from cute_kernels.device.codecs.values import ByteValues, NibbleValues, values_of
 from cute_kernels.formats import (
     E2M1,
@@ -122,9 +122,9 @@ def test_an_unknown_curve_has_no_formula_on_either_side(hardswish, monkeypatch):
         lambda: alpha_of(act),
         lambda: reference_activations.activate(x, act),
         lambda: reference_activations.activate_gradient(x, x, act),
-        lambda: device_activations._curve(None, act, None, False),
-        lambda: device_activations.quick_to(act),
-        lambda: device_activations.FactorTable.of(act, "bfloat16"),
+        lambda: activation_curves._curve(None, act, None, False),
+        lambda: activation_curves.quick_bound(act),
+        lambda: activation_curves.FactorTable.create(act, "bfloat16"),
     )
     for use in uses:
         with pytest.raises(UnsupportedError, match="'hardswish'"):
@@ -141,7 +141,7 @@ def test_an_unknown_curve_has_no_formula_on_either_side(hardswish, monkeypatch):
 
 def test_reference_and_kernels_have_formulas_of_the_same_families():
     families = {curve.family for curve in activations.CURVES.values()}
-    assert families == set(reference_activations._FORMULAS) == set(device_activations._FORMULAS)
+    assert families == set(reference_activations._FORMULAS) == set(activation_curves.CURVE_FAMILIES)
     assert {curve for curve, _ in activations._FACTS.values()} == set(activations.CURVES)
     assert formula_of(Activation("silu"), {"sigmoid": 1}) == 1
 

@@ -5,16 +5,16 @@ import pickle
 import pytest
 import torch
 
-from cute_kernels.capability import refuses
+from cute_kernels.capability import why_unsupported
 from cute_kernels.formats import E4M3, E5M2, FP8, MXFP8, NVFP4, FP8Block, parse
-from tests.helpers import F16, assert_is_value, contains_all
+from tests.helpers import F16, assert_value_semantics, contains_all
 
 EVERY = (NVFP4(), NVFP4(row_scaled=True), MXFP8(), FP8Block(), FP8())
 
 
 @pytest.mark.parametrize("fmt", EVERY, ids=str)
 def test_records_are_values(fmt):
-    assert_is_value(fmt)
+    assert_value_semantics(fmt)
 
 
 @pytest.mark.parametrize(("bound", "per"), [*itertools.product((None, 256, 448), ("group", "row"))])
@@ -138,7 +138,7 @@ def test_texts_of_no_record_raise_and_say_why(text, words):
 def test_records_say_what_consumers_ask(fmt):
     level = fmt.global_scale
     assert level is fmt.global_scale  # each call of an op asks, so it is not made anew
-    assert not refuses(fmt)
+    assert not why_unsupported(fmt)
     assert (fmt.columnwise_global_scale is None) == (level is None)
     assert level is None or fmt.global_scale_for(columnwise=True).per == "group"
     assert {name.removesuffix("_t") for name in fmt.buffer_names(True)} == set(

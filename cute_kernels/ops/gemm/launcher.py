@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...capability import UnsupportedError
 from ...kernels.gemm.choose import choose_config, preferred_tiles, split_launches
 from ...kernels.gemm.common.config import GemmConfig
 from ...kernels.gemm.common.operand_kinds import operand_of
@@ -21,6 +20,7 @@ from ...kernels.gemm.sm90.config import Sm90GemmConfig
 from ...kernels.gemm.sm100.config import Sm100GemmConfig
 from ...kernels.gemm.variants import CONFIGS
 from ...layout.shapes import PITCH_ALIGNMENT
+from ...records import UnsupportedError
 from ...runtime.allocator import Allocator
 from ...runtime.launch import Launcher
 from ...runtime.plan_cache import clear_plan_cache

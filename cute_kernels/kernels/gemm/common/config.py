@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.capability import Support, why_not_result
+from cute_kernels.capability import Support, why_result_unsupported
 from cute_kernels.formats import Format, parse
 from cute_kernels.formats.activations import Activation, parse_activation
 from cute_kernels.layout.shapes import SF_TILE_ROWS, ceil_div
@@ -199,7 +199,7 @@ class GemmConfig(abc.ABC):
             "quantizes_to needs an activation, and the input of the activation is not stored",
         )
         if self.result is not None:
-            reason = why_not_result("grouped_gemm", self.result, self.arch)
+            reason = why_result_unsupported("grouped_gemm", self.result, self.arch)
             yield Rule(not reason, "quantizes_to", self.quantizes_to, reason)
 
     @abc.abstractmethod
