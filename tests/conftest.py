@@ -1,4 +1,4 @@
-"""Seeds every test, on one thread; hypothesis draws the same examples on every run."""
+"""Settings of all tests: seed, one thread, repeatable Hypothesis examples, markers and skips."""
 
 import hashlib
 import importlib.util
@@ -19,7 +19,10 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def inductor_cache():
-    """Compiled graphs for these sources: its keys do not see what ops do inside."""
+    """Return a cache folder for graphs of these sources.
+
+    Inductor's own keys do not depend on the implementation of our ops.
+    """
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for package in ("cute_kernels", "grouped"):
@@ -30,7 +33,7 @@ def inductor_cache():
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", inductor_cache())
 
-# The tensors of tests are small: more threads would only wait for each other.
+# The tensors of tests are small, so more threads would only wait for each other.
 torch.set_num_threads(1)
 
 
@@ -65,7 +68,7 @@ def seed():
 
 @pytest.fixture
 def garbage():
-    """Fresh memory holds NaN."""
+    """Fill fresh memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -80,9 +83,7 @@ def fresh_dynamo():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Skip what needs the emulator where there is no compiler to build it, or the CuTe DSL where
-    there is none.
-    """
+    """Skip tests that need the emulator without a compiler, or the CuTe DSL without it."""
     try:
         return (yield)
     except BuildError as error:
@@ -97,7 +98,7 @@ def pytest_runtest_call(item):
 
 @pytest.fixture
 def comparable(monkeypatch):
-    """opcheck compares what an op must not change; PyTorch cannot compare numbers of FP8."""
+    """Let opcheck compare FP8 tensors, which ``torch.allclose`` cannot."""
     allclose = torch.allclose
 
     def compare(a, b, *args, **options):

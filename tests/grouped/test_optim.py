@@ -12,7 +12,7 @@ import grouped
 from cute_kernels import backend
 from cute_kernels.reference.adamw import adamw
 from grouped import optim
-from tests.helpers import BF16, F32, U8, each_arch, seeded
+from tests.helpers import BF16, F32, U8, each_arch, seeded_generator
 
 FORMATS = [
     grouped.NVFP4(),
@@ -25,7 +25,7 @@ SHAPE = (3, 80, 64)
 
 
 def draw(seed, *shape):
-    return torch.randn(*(shape or SHAPE), generator=seeded(seed))
+    return torch.randn(*(shape or SHAPE), generator=seeded_generator(seed))
 
 
 def same_bytes(p, q):

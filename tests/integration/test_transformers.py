@@ -20,9 +20,9 @@ from tests.helpers import (
     BF16,
     assert_same_buffers,
     assert_same_bytes,
+    compile_full_graph,
     contains_all,
-    seeded,
-    whole_graph,
+    seeded_generator,
 )
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
@@ -80,7 +80,7 @@ def model_of(name, dtype=BF16):
 
 
 def ids_of():
-    return torch.randint(1, VOCABULARY, (2, 9), generator=seeded(1))
+    return torch.randint(1, VOCABULARY, (2, 9), generator=seeded_generator(1))
 
 
 def logits(model, implementation):
@@ -204,7 +204,7 @@ def test_compiled_in_one_graph(name, fresh_dynamo):
     if name == "GptOss":
         integration.prepare(model)
     block = model.model.layers[-1].mlp
-    compiled = whole_graph(block, dynamic=True)
+    compiled = compile_full_graph(block, dynamic=True)
 
     def result(block, x):
         with torch.no_grad():
@@ -443,7 +443,7 @@ def test_a_recorded_call_sees_that_a_weight_lies_in_another_order():
     model.set_experts_implementation("grouped_nvfp4")
     experts = model.model.layers[0].mlp.experts
     x, ids = (
-        torch.randn(6, HIDDEN, generator=seeded(2)).to(BF16),
+        torch.randn(6, HIDDEN, generator=seeded_generator(2)).to(BF16),
         torch.tensor([[0, 1], [1, 2], [2, 0]] * 2),
     )
     with torch.no_grad(), backend("emulated:sm_90a"):

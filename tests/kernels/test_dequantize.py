@@ -20,10 +20,10 @@ from tests.helpers import (
     assert_same_bytes,
     dequantize_arguments,
     each_arch,
-    ends,
-    many_groups,
+    offs_of_many_groups,
+    offs_tensor,
     ops,
-    seeded,
+    seeded_generator,
 )
 
 from .op_support import (
@@ -66,7 +66,7 @@ def arguments(shape, offs, kind, dtype="bfloat16"):
     K of MXFP8 is twice that of ``shape``.
     """
     text, columnwise = (KINDS | BYTE_KINDS)[kind]
-    fmt, generator = parse(text), seeded(sum(shape))
+    fmt, generator = parse(text), seeded_generator(sum(shape))
     shape = (*shape[:-1], fmt.k_multiple // 16 * shape[-1])
     groups = None if offs is None else len(offs)
     specs = buffers(fmt, shape, groups, rowwise=not columnwise, columnwise=columnwise)
@@ -138,7 +138,7 @@ def test_any_order_of_warps(kind, mode):
 
 @pytest.mark.parametrize("kind", [*KINDS, *SOME])
 def test_more_than_a_thousand_groups(kind):
-    offs = many_groups()
+    offs = offs_of_many_groups()
     args = arguments((int(offs[-1]) + 5, 16), offs, kind)
     check("sm_100a", lambda: dequantize(args))
 
@@ -173,7 +173,7 @@ def test_only_the_rows_of_groups_are_touched(kind):
 
 @pytest.mark.parametrize("live", [0, 219, 259, 260])
 def test_the_tail_of_a_fresh_result_is_zero(live):
-    args = arguments((260, 144), ends(0, 0, live), "row-scaled")
+    args = arguments((260, 144), offs_tensor(0, 0, live), "row-scaled")
     want = dequantize(args)
     storage = torch.full((2, 260, 144), -7.0, dtype=BF16)
     config = DequantizeConfig(NVFP4(row_scaled=True).text, "bfloat16")
@@ -189,10 +189,10 @@ def test_the_tail_of_a_fresh_result_is_zero(live):
 @pytest.mark.parametrize("kind", [*KINDS, *SOME])
 @unchecked_end_rows()
 def test_any_offsets_and_grid(kind):
-    args = arguments((140, 64), ends(-5, 20, 1000, 2**31 - 1), kind)
+    args = arguments((140, 64), offs_tensor(-5, 20, 1000, 2**31 - 1), kind)
     for num_sms in (1, 7):
         check("sm_90a", lambda: dequantize(args), num_sms=num_sms)
-    args[-5] = ends(100, 20, -7, 130)
+    args[-5] = offs_tensor(100, 20, -7, 130)
     out = dequantize(args)
     with watching(*args, out), backend("emulated:sm_90a"):
         dequantize(args, out=out)

@@ -13,9 +13,9 @@ from tests.helpers import (
     F32,
     I32,
     each_arch,
-    ends,
     m_grouped_arguments,
-    many_groups,
+    offs_of_many_groups,
+    offs_tensor,
     ops,
     sample,
 )
@@ -81,7 +81,7 @@ def test_values(shape, dtype, row_scaled, device):
 
 
 def test_many_groups(device):
-    offs = many_groups()
+    offs = offs_of_many_groups()
     check_values(sample(int(offs[-1]) + 3, 48), offs, True, device)
 
 
@@ -96,20 +96,20 @@ def test_special_numbers(row_scaled, device):
     x[5, 200:] = float("-inf")
     x[6, 1:] = 0
     x[7] = -0.0
-    check_values(x, ends(4, 4, 12), row_scaled, device)
+    check_values(x, offs_tensor(4, 4, 12), row_scaled, device)
 
 
 @each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
     for k in (272, 2064):
         with emulator.options(**mode):
-            check_values(sample(45, k), ends(7, 7, 40), True, "cpu")
+            check_values(sample(45, k), offs_tensor(7, 7, 40), True, "cpu")
 
 
 @each_arch
 @pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
 def test_the_op_has_the_bits_of_both_steps(arch, row_scaled):
-    x, offs = sample(45, 144), ends(7, 7, 40)
+    x, offs = sample(45, 144), offs_tensor(7, 7, 40)
     w, text = ops.grouped_quantize(sample(3, 40, 144), "nvfp4"), NVFP4(row_scaled=row_scaled).text
     options = (sample(3, 40), torch.rand(3), False, F32)
     arguments = (x, w[0], offs, w[1:], text, "nvfp4", *options)

@@ -15,14 +15,14 @@ from tests.helpers import (
     BF16,
     F32,
     assert_same_bytes,
+    compile_full_graph,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
     ops,
     sample,
-    whole_graph,
 )
 
-OFFS = offsets((3, 5))
+OFFS = offs_from_splits((3, 5))
 K, N = 512, 16
 
 
@@ -169,7 +169,7 @@ def test_a_compiled_function_runs_on_the_backend_of_its_call(planned):
         return ops.m_grouped_gemm(x * 2, w, offs, None, None, False, F32)
 
     a, b = operands()
-    function = whole_graph(product)
+    function = compile_full_graph(product)
     names = ("reference:sm_90a", "reference", "reference:sm_100a", "reference:sm_90a")
     results = []
     for i, name in enumerate(names):

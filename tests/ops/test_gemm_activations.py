@@ -21,10 +21,10 @@ from tests.helpers import (
     assert_all_same,
     assert_same_bytes,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
     ops,
     poisoned,
-    quantized,
+    quantize_operand,
     sample,
 )
 
@@ -49,15 +49,15 @@ def arguments(
     kind, n, k, activation, interleaved=False, keeps_z=True, bias=None, dtype=None, sizes=SIZES
 ):
     """Of ``m_grouped_gemm_activate``; ``kind`` is formats of A and B, with "plain" for none."""
-    offs, groups = offsets(sizes), len(sizes)
+    offs, groups = offs_from_splits(sizes), len(sizes)
     a_format, b_format, *prepacked = kind.split(" ")
     x, w = sample(sum(sizes) + TAIL, k), sample(groups, n, k)
     x[sum(sizes) :] = torch.nan
     texts = {}
     if a_format != "plain":
-        x, texts["a_format"] = quantized(x, a_format, offs), a_format
+        x, texts["a_format"] = quantize_operand(x, a_format, offs), a_format
     if b_format != "plain":
-        w, texts["b_format"] = quantized(w, b_format), b_format
+        w, texts["b_format"] = quantize_operand(w, b_format), b_format
     if prepacked:
         w[0] = cute_kernels.prepack(w[0])
     vectors = (None, None)
@@ -395,8 +395,8 @@ def test_rows_by_an_index(tile, mode):
 @pytest.mark.parametrize("index", [None, index_of(20, 15).clamp(0, 19)], ids=["rows", "index"])
 def test_rows_are_quantized_on_the_way(index, arch):
     for fmt, b_format, n in ((BY_ROW, "nvfp4", 512), ("fp8_block", SQUARES, 256)):
-        a, offs = sample(20, 144), offsets((5, 0, 12))
-        codes, *scales = quantized(sample(3, n, 144), b_format)
+        a, offs = sample(20, 144), offs_from_splits((5, 0, 12))
+        codes, *scales = quantize_operand(sample(3, n, 144), b_format)
         given = (
             a,
             codes,

@@ -16,12 +16,12 @@ from tests.helpers import (
     assert_all_same,
     assert_same_bytes,
     each_arch,
-    many_groups,
+    offs_of_many_groups,
     ops,
     poisoned,
     sample,
-    seeded,
-    weird_values,
+    seeded_generator,
+    special_values,
 )
 from tests.reference.test_activations import in_fp64
 
@@ -31,7 +31,7 @@ MODES = [{}, {"mode": "chaos", "seed": 1}, {"mode": "chaos", "seed": 2}, {"races
 
 def ids_of(tokens, top_k, experts, *, seed=0, dtype=torch.int64):
     """Experts of each token, no two the same where there are enough; some are none."""
-    rng = seeded(seed)
+    rng = seeded_generator(seed)
     ids = torch.rand(tokens, max(experts, top_k), generator=rng).argsort(1)[:, :top_k] % experts
     wild = torch.tensor([-1, experts, -(2**31), 2**31 - 1, experts + 511])
     pick = torch.randint(0, 12, ids.shape, generator=rng)
@@ -103,7 +103,7 @@ ROUTERS = [
 def routed(case, tokens=7):
     """The op and its gradient with every kind of number; with a bias and an end or without."""
     experts, k, *options = case
-    logits = torch.randn(tokens, experts, generator=seeded(experts)) * 4
+    logits = torch.randn(tokens, experts, generator=seeded_generator(experts)) * 4
     logits[0], logits[1, 3], logits[2, 5], logits[3, :4], logits[4, 0] = (
         0,
         torch.nan,
@@ -135,7 +135,7 @@ def test_router_kernels(case):
 def operands(tokens=9, cols=24, top_k=3, experts=4, dtype=F32, seed=0):
     ids = ids_of(tokens, top_k, experts, seed=seed)
     _, token, _, row = ops.compute_routing(ids, experts)
-    rng = seeded(seed)
+    rng = seeded_generator(seed)
     weight = torch.randn(tokens, top_k, generator=rng)
     return (
         sample(tokens, cols, dtype=dtype),
@@ -350,10 +350,10 @@ def test_gradients_are_quantized_where_they_are_made(arch, case, monkeypatch):
     """With the bits of the ops that this stands for, over poison; counters are left at zero."""
     cols, act, interleaved, formats, dtype, ends = case
     rows = 150 if ends else 1300
-    x, grad = (weird_values(rows, n, DTYPES[dtype]) for n in (cols * (1 + ("glu" in act)), cols))
+    x, grad = (special_values(rows, n, DTYPES[dtype]) for n in (cols * (1 + ("glu" in act)), cols))
     pair, weight = torch.randperm(rows).int(), torch.rand(rows // 2, 2)
     pair[:3] = torch.tensor([-1, rows, 2**31 - 1])
-    offs = torch.tensor(ends, dtype=I32) if ends else many_groups()
+    offs = torch.tensor(ends, dtype=I32) if ends else offs_of_many_groups()
     x[int(offs[-1]) :] = torch.nan
     weight[5] = torch.tensor([torch.inf, torch.nan])
     scales = [
@@ -470,9 +470,9 @@ def test_tiles_of_rows_by_an_index(arch, case):
     stages.
     """
     text, way, dtype, tokens, cols, ends = case
-    offs = torch.tensor(ends, dtype=I32) if ends else many_groups()
+    offs = torch.tensor(ends, dtype=I32) if ends else offs_of_many_groups()
     x, index = (
-        weird_values(tokens, cols, dtype),
+        special_values(tokens, cols, dtype),
         torch.randint(0, tokens, (700 if ends else 1300,)).int(),
     )
     index[int(offs[-1]) :] = torch.tensor([-1, 2**31 - 1, -(2**31)]).repeat(500)[

@@ -13,7 +13,7 @@ import grouped
 from cute_kernels import backend
 from cute_kernels.runtime import replay
 from cute_kernels.runtime.plan_cache import clear_plan_cache
-from tests.helpers import BF16, F32, assert_all_same, ops, seeded
+from tests.helpers import BF16, F32, assert_all_same, ops, seeded_generator
 
 EMULATED = "emulated:sm_90a"
 
@@ -36,7 +36,7 @@ def moe_of(recipe=None, **options):
 
 
 def tokens(seed, count=9):
-    return torch.randn(count, 64, generator=seeded(seed)).bfloat16()
+    return torch.randn(count, 64, generator=seeded_generator(seed)).bfloat16()
 
 
 def check(function):

@@ -19,7 +19,7 @@ from tests.helpers import (
     dequantize_arguments,
     k_grouped_arguments,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
     ops,
     sample,
 )
@@ -51,7 +51,7 @@ RUN_ON = {
     NVFP4(hadamard=True, stochastic_rounding=True): "sm_100a",
     NVFP4(four_over_six=True): "sm_90a",
 }
-OFFS = offsets((4, 0, 2))
+OFFS = offs_from_splits((4, 0, 2))
 K, N = 32, 16
 DTYPES = (*FLOATS.values(), torch.float64, I32, torch.int64)
 #: Formats whose codes are packed, so that their bits can be in another order.

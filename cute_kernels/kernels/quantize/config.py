@@ -15,9 +15,10 @@ import functools
 from typing import ClassVar, Literal
 
 from cute_kernels.arch import get_arch
-from cute_kernels.capability import Support, UnsupportedError, why_unsupported
+from cute_kernels.capability import Support, why_unsupported
 from cute_kernels.formats import E4M3, Format, parse
 from cute_kernels.formats.activations import parse_activation
+from cute_kernels.records import UnsupportedError
 
 from .prologue import DTYPE_BYTES, Prologue
 

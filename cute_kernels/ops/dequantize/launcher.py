@@ -10,8 +10,9 @@ from ...kernels.quantize.choose import choose_dequantize_config
 from ...kernels.quantize.config import Grouping
 from ...layout.buffers import code_pitch
 from ...layout.shapes import PITCH_ALIGNMENT
+from ...runtime.allocator import ALIGNMENT
 from ...runtime.launch import Launcher
-from ..arguments import ALIGNMENT, dense, dtype_name, readable
+from ..arguments import dense, dtype_name, readable
 from ..op import launched_by
 from ..plan import Runner
 from ..quantize.launcher import (

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...kernels.gemm.common.problem import GemmConfig
+from ...kernels.gemm.common.config import GemmConfig
 from ...kernels.gemm.sm90.config import Sm90GemmConfig
 from ...kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from ...kernels.quantize.config import AmaxConfig, RowsConfig, TokenValuesConfig, ValuesConfig

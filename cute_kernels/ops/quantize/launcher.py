@@ -24,10 +24,10 @@ from ...kernels.quantize.prologue import Prologue
 from ...layout.buffers import BufferSpec, code_pitch
 from ...layout.shapes import PITCH_ALIGNMENT
 from ...reference.codecs import codec_of
-from ...runtime.allocator import Allocator
+from ...runtime.allocator import ALIGNMENT, Allocator
 from ...runtime.launch import Launcher
 from ..activation_prologue import result_columns
-from ..arguments import ALIGNMENT, dense, dtype_name, readable
+from ..arguments import dense, dtype_name, readable
 from ..gather_rows import by_token, gatherer
 from ..op import launched_by
 from ..plan import Runner
