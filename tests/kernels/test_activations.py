@@ -9,7 +9,7 @@ from cute_kernels import backend
 from cute_kernels.formats import parse
 from cute_kernels.formats.activations import parse_activation
 from cute_kernels.kernels.quantize.choose import choose_row_config, choose_tile_config
-from cute_kernels.kernels.quantize.config import Prologue, QuantizeProblem, RowsConfig, TileConfig
+from cute_kernels.kernels.quantize.config import Prologue, QuantizeProblem
 from cute_kernels.reference.activations import activate, activate_gradient
 from tests.helpers import (
     BF16,
