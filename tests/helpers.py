@@ -35,36 +35,19 @@ DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (Tr
 NVFP4_TEXTS = {"1x16": "nvfp4", "16x16": "nvfp4:block=16x16", "row-scaled": "nvfp4:row_scaled"}
 
 
-def each(name, cases, ids=None):
-    """A test of each of ``cases``; the keys of a dict are its ids."""
-    if isinstance(cases, dict):
-        cases, ids = list(cases.values()), list(cases)
-    return pytest.mark.parametrize(name, cases, ids=ids)
-
-
-each_arch = each("arch", ("sm_90a", "sm_100a"))
-each_copy = each(
-    "copied", {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}
+each_arch = pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
+each_copy = pytest.mark.parametrize(
+    "copied",
+    [
+        pytest.param(copy.deepcopy, id="deepcopy"),
+        pytest.param(lambda m: pickle.loads(pickle.dumps(m)), id="pickle"),
+    ],
 )
 
 
-def raises(error, message):
-    """The message matches a pattern, or has all of several words."""
-    if not isinstance(message, str):
-        message = "(?s)" + "".join(f"(?=.*{re.escape(word)})" for word in message)
-    return pytest.raises(error, match=message)
-
-
-def refusals(call, cases, *error):
-    """A test of each case: what ``call`` is given, the error unless all have it, and its message."""
-
-    @each("case", cases)
-    def test(case):
-        given, *errors, match = case
-        with pytest.raises(*errors or error, match=match):
-            call(given)
-
-    return test
+def contains_all(*words):
+    """Return a pattern that matches a message with all of the words, in any order."""
+    return "(?s)" + "".join(f"(?=.*{re.escape(word)})" for word in words)
 
 
 def assert_is_value(record):

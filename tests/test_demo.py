@@ -15,7 +15,7 @@ from grouped.demo import report
 from grouped.demo.data import Corpus, load_corpus, sample_batch, unigram_entropy
 from grouped.demo.model import LanguageModel, ModelConfig
 from grouped.demo.train import TrainConfig
-from tests.helpers import U8, each, seeded
+from tests.helpers import U8, seeded
 
 RECIPES = ("BF16", "NVFP4", "NVFP4RowScaled")
 STEPS = 3
@@ -117,7 +117,7 @@ REFUSED = {
 }
 
 
-@each("arguments", [*REFUSED])
+@pytest.mark.parametrize("arguments", [*REFUSED])
 def test_bad_arguments(arguments, tmp_path, capsys):
     assert_refused(capsys, REFUSED[arguments], "--out", str(tmp_path), *arguments.split())
     assert not list(tmp_path.iterdir())
@@ -190,7 +190,7 @@ def test_batches():
 
 
 # Not with NVFP4: a group's second-level scale comes from all of its tokens, later ones too.
-@each("recipe", [grouped.recipes.BF16(), grouped.recipes.NVFP4RowScaled()])
+@pytest.mark.parametrize("recipe", [grouped.recipes.BF16(), grouped.recipes.NVFP4RowScaled()])
 def test_model_is_causal(recipe):
     model = LanguageModel(dataclasses.replace(SMALL, layers=2), recipe).requires_grad_(False)
     inputs = torch.randint(256, (2, 16))

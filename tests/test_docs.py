@@ -8,7 +8,7 @@ import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import assert_same_bytes, each, has_compiler
+from tests.helpers import assert_same_bytes, has_compiler
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -88,7 +88,7 @@ def smaller(page, code):
     return code
 
 
-@each("page", [*PAGES])
+@pytest.mark.parametrize("page", [*PAGES])
 def test_blocks_run(page, tmp_path, monkeypatch):
     if Path(page).stem in LIBRARIES:
         pytest.importorskip(LIBRARIES[Path(page).stem], exc_type=ImportError)

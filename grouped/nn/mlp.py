@@ -86,7 +86,7 @@ class GroupedMLP(nn.Module):
         self.interleaved = interleaved
         check_width("hidden_size", hidden_size, recipe)
         check_width("intermediate_size", intermediate_size, recipe)
-        #: What runs the experts where they are spread over processes: ``grouped.distributed``.
+        #: What runs the experts where they are spread over processes: ``grouped.parallel``.
         self.exchange: Any = None
         linear = functools.partial(
             GroupedLinear,

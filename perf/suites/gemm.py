@@ -180,7 +180,8 @@ def task(
     )
 
 
-def _cases(options: Options) -> Iterator[tuple[GroupedShape, int, str, str]]:
+def cases(options: Options) -> Iterator[tuple[GroupedShape, int, str, str]]:
+    """Yield shape, rows, product and routing of each task on a GPU; some come twice."""
     for model, layer in HEADLINE:
         shape = MODELS[model].shape(layer)
         for tokens in _TOKENS:
@@ -199,11 +200,11 @@ def _cases(options: Options) -> Iterator[tuple[GroupedShape, int, str, str]]:
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
     if meter.kind == "gpu" and not options.quick:
-        cases = dict.fromkeys(_cases(options))
+        distinct = dict.fromkeys(cases(options))
     else:
         products = itertools.product(("fprop", "dgrad", "wgrad"), ("balanced", "empty"))
-        cases = dict.fromkeys((_SMALL, _SMALL_ROWS, *which) for which in products)
-    for case in cases:
+        distinct = dict.fromkeys((_SMALL, _SMALL_ROWS, *which) for which in products)
+    for case in distinct:
         yield task(meter, options, *case)
 
 

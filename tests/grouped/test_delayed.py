@@ -21,8 +21,6 @@ from tests.helpers import (
     assert_all_same,
     assert_same_buffers,
     assert_same_bytes,
-    each,
-    raises,
     sample,
     saved,
     step,
@@ -146,8 +144,8 @@ def stacked(tensors, single):
     return copies if single else (torch.stack(copies[:G]), torch.stack(copies[G:]))
 
 
-@each("algorithm", ["max", "most_recent"])
-@each("single", [True, False])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("single", [True, False])
 def test_training_is_the_composition(single, algorithm):
     """Two of the steps have several microbatches."""
     is_first = (True, False, False, True, True, False, True, True)
@@ -302,7 +300,7 @@ class Block(nn.Module):
         return self.layers(x, offs)
 
 
-@each("compiled", ["nothing", "inside", "outside"])
+@pytest.mark.parametrize("compiled", ["nothing", "inside", "outside"])
 def test_recomputation_changes_nothing(compiled):
     plain, recomputing = Block(False), Block(True, compiled == "inside")
     function = whole_graph(recomputing) if compiled == "outside" else recomputing
@@ -314,7 +312,7 @@ def test_recomputation_changes_nothing(compiled):
 def test_reentrant_recomputation_raises():
     layer, x, dy = with_data()
     y = checkpoint(layer, x.clone().requires_grad_(), OFFS, use_reentrant=True)
-    with raises(RuntimeError, "use_reentrant=False"):
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
         y.backward(dy)
 
 
@@ -342,7 +340,7 @@ def test_state_dict_keys_and_shapes():
         **{f"scaling.{role}_amax_history": (4, G) for role in ROLES},
     }
     assert not any("scaling" in k for k in make_layer(recipes.BF16()).state_dict())
-    with raises(RuntimeError, r"Missing key.*scaling.input_scale"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*scaling.input_scale"):
         layer.load_state_dict(make_layer(recipes.BF16()).state_dict())
 
 
@@ -392,21 +390,21 @@ def test_the_functional_form_checks_its_state():
         (RECIPE, DelayedScaling(RECIPE, 2), "scaling was made for 2 groups"),
         (RECIPE, DelayedScaling(recipes.FP8Delayed(), G), "scaling was made for 3 groups"),
     ):
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             grouped.linear(x, w, None, OFFS, recipe, scaling=scaling)
 
 
 def test_delayed_scaling_checks_its_arguments():
-    with raises(TypeError, "must be a grouped.recipes.FP8Delayed"):
+    with pytest.raises(TypeError, match="must be a grouped.recipes.FP8Delayed"):
         DelayedScaling(recipes.BF16(), G)
-    with raises(ValueError, "num_groups must be positive"):
+    with pytest.raises(ValueError, match="num_groups must be positive"):
         DelayedScaling(RECIPE, 0)
 
 
 def test_a_layer_made_with_another_recipe_has_no_state():
     layer, x = make_layer(recipes.BF16()), sample(40, K)
     layer.recipe = RECIPE
-    with raises(RuntimeError, "make it with this recipe"):
+    with pytest.raises(RuntimeError, match="make it with this recipe"):
         layer(x, OFFS)
 
 
@@ -424,12 +422,12 @@ def test_transforms_take_an_evaluated_layer():
     assert_same_bytes(torch.func.grad(loss)(x), want)
     assert_same_buffers(state_of(layer), before)
     layer.train()
-    with raises(RuntimeError, r"call eval\(\) on the layer"):
+    with pytest.raises(RuntimeError, match=r"call eval\(\) on the layer"):
         torch.func.grad(loss)(x)
     assert_same_buffers(state_of(layer), before)
 
 
-@each("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nonfinite_inputs_reach_the_output_and_no_scale(value):
     layer, (x, dy) = make_layer(recipes.FP8Delayed(history_length=4)), step_data(1)[0]
     finite = x.clone()
@@ -445,7 +443,7 @@ def test_nonfinite_inputs_reach_the_output_and_no_scale(value):
     assert (layer.scaling.scale("input")[2] == 0) == (amax == 0)
 
 
-@each("recipe", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
+@pytest.mark.parametrize("recipe", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
 def test_the_state_is_unchanged_under_another_recipe(recipe):
     layer = GroupedLinear(G, K, N, recipe=RECIPE)
     plain = GroupedLinear(G, K, N, recipe=recipe)
@@ -513,8 +511,8 @@ def microbatches(kind, count, scale=2.0**-20):
     ]
 
 
-@each("count", [1, 3])
-@each("name", [*MODULE_CASES])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", [*MODULE_CASES])
 def test_groups_start_with_the_scales_of_their_amaxes(name, count):
     """All microbatches of the first step have the bits of FP8Current."""
     kind, options = MODULE_CASES[name]
@@ -555,7 +553,7 @@ def test_a_group_without_rows_starts_later():
     assert layer.scaling._may_be_zero == [True] * 3
 
 
-@each("initial", ["current", "one"])
+@pytest.mark.parametrize("initial", ["current", "one"])
 def test_state_of_another_initial_scale_loads(initial):
     """Groups that have started keep their scales; the others start as the recipe says."""
     recipe, (x, dy) = dataclasses.replace(RECIPE, initial_scale=initial), step_data(1)[0]
@@ -601,7 +599,7 @@ def test_a_compiled_new_layer_has_the_bits_of_eager_mode():
         assert_same_state(compiled, layer)
 
 
-@each("name", [*MODULE_CASES])
+@pytest.mark.parametrize("name", [*MODULE_CASES])
 def test_polling_changes_no_bit(name):
     """The host may learn that all groups have started, or may compute current amaxes forever."""
     kind, options = MODULE_CASES[name]
@@ -613,8 +611,8 @@ def test_polling_changes_no_bit(name):
     assert_same_state(got, want)
 
 
-@each("initial", ["current", "one"])
-@each("recompute", [False, True])
+@pytest.mark.parametrize("initial", ["current", "one"])
+@pytest.mark.parametrize("recompute", [False, True])
 def test_the_amax_of_weighted_activations_counts(recompute, initial):
     """The gradient of W2 multiplies p a: amaxes of its input with p = 4 are 4 times those of 1."""
     recipe, amaxes = dataclasses.replace(RECIPE, initial_scale=initial), []
@@ -638,7 +636,7 @@ def test_the_amax_of_weighted_activations_counts(recompute, initial):
     assert_same_bytes(amaxes[1], 4 * amaxes[0])
 
 
-@each("name", [*MODULE_CASES])
+@pytest.mark.parametrize("name", [*MODULE_CASES])
 def test_two_forwards_before_a_backward_keep_their_scales(name):
     """The first call keeps its scales, though the buffers are written before its backward pass."""
     kind, options = MODULE_CASES[name]
@@ -661,17 +659,17 @@ def test_two_forwards_before_a_backward_keep_their_scales(name):
 def test_a_later_microbatch_needs_the_copy_of_the_first():
     layer, x, dy = with_data()
     leaf = x.clone().requires_grad_()
-    with raises(RuntimeError, "a call with True kept; none was"):
+    with pytest.raises(RuntimeError, match="a call with True kept; none was"):
         layer(x, OFFS, is_first_microbatch=False)
     with torch.no_grad():
         layer(x, OFFS, is_first_microbatch=True)
         want = layer(leaf, OFFS, is_first_microbatch=False)
     # Without a gradient of x no GEMM reads the columnwise copy.
     assert_same_bytes(layer(x, OFFS, is_first_microbatch=False).detach(), want)
-    with raises(RuntimeError, "needs the columnwise weight for the gradient of x"):
+    with pytest.raises(RuntimeError, match="needs the columnwise weight for the gradient of x"):
         layer(leaf, OFFS, is_first_microbatch=False)
     layer(leaf, OFFS, is_first_microbatch=True).backward(dy)
     layer(leaf, OFFS, is_first_microbatch=False).backward(dy)
     layer.scaling.update()
-    with raises(RuntimeError, "Pass True after each step"):
+    with pytest.raises(RuntimeError, match="Pass True after each step"):
         layer(x, OFFS, is_first_microbatch=False)

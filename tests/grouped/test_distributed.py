@@ -8,7 +8,7 @@ import torch
 
 import grouped
 from grouped.parallel import expert_capacity
-from tests.helpers import assert_same_buffers, each, raises, sample
+from tests.helpers import assert_same_buffers, sample
 
 from .cases import (
     EVERY_FORMAT,
@@ -59,7 +59,7 @@ def test_capacity_of_even_routing():
     )
 
 
-@each(
+@pytest.mark.parametrize(
     ("given", "error", "message"),
     [
         ((0, 2, 8, 4), ValueError, "num_tokens must be positive, got 0"),
@@ -71,7 +71,7 @@ def test_capacity_of_even_routing():
     ],
 )
 def test_capacities_that_cannot_be(given, error, message):
-    with raises(error, message):
+    with pytest.raises(error, match=message):
         expert_capacity(*given)
 
 
@@ -92,7 +92,7 @@ def state_of():
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
-@each("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
 def test_checkpoints_keep_the_bytes_of_every_format(tmp_path, is_async):
     """What is staged does not follow later writes."""
     state, other = state_of(), {name: t.detach() for name, t in state_of().items()}

@@ -21,10 +21,8 @@ from tests.helpers import (
     Graphs,
     assert_all_same,
     assert_same_bytes,
-    each,
     needs_compiler,
     ops,
-    refusals,
     seeded,
 )
 from tests.reference.test_activations import in_fp64
@@ -50,7 +48,9 @@ MODELS = {
     "squared relu": {"activation": "srelu", "bias": True},
 }
 DELAYED = {"fp8-delayed": recipes.FP8Delayed(history_length=4)}
-every_recipe = each("recipe", ALL_RECIPES | DELAYED)
+every_recipe = pytest.mark.parametrize(
+    "recipe", (ALL_RECIPES | DELAYED).values(), ids=ALL_RECIPES | DELAYED
+)
 #: Recipes in which a token shares no scale with other tokens.
 PER_TOKEN_RECIPES = {
     name: ALL_RECIPES[name] for name in ("bf16", "row-scaled", "mxfp8", "fp8-block")
@@ -114,7 +114,7 @@ def exact_mixture(moe, x, name):
     return torch.stack(out)
 
 
-@each("name", list(MODELS))
+@pytest.mark.parametrize("name", list(MODELS))
 def test_models(name):
     """Parameters and tokens are bf16 numbers in fp32, so only results of the experts are rounded."""
     moe = make_moe(dtype=F32, **MODELS[name])
@@ -151,7 +151,7 @@ def test_a_mixture_is_a_router_experts_and_a_sum(recipe):
         assert_same_bytes(moe(x), want)
 
 
-@each("recipe", ALL_RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_gradients_are_those_of_the_composition(recipe):
     """Only the rounding differs. With delayed scaling the scales would differ too."""
     moe, x = make_moe(recipe, bias=True, router_bias=True), tokens()
@@ -165,7 +165,7 @@ def test_gradients_are_those_of_the_composition(recipe):
             assert (p.grad - gradient).float().norm() <= tolerance * p.grad.float().norm()
 
 
-@each("many", [2, 2048])
+@pytest.mark.parametrize("many", [2, 2048])
 def test_router_gradients_of_every_dtype(many, monkeypatch):
     """Logits have the precision of fp32.
 
@@ -196,8 +196,8 @@ def test_router_gradients_of_many_tokens_are_two_sums(monkeypatch):
     torch.testing.assert_close(*weights, rtol=1e-2, atol=1e-3)
 
 
-@each("name", ["mixtral", "deepseek-v3", "gpt-oss"])
-@each("recipe", PER_TOKEN_RECIPES)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize("recipe", PER_TOKEN_RECIPES.values(), ids=PER_TOKEN_RECIPES)
 def test_a_token_does_not_depend_on_other_tokens(recipe, name):
     """Its bits do not depend on other tokens, on the order, or on the capacity of the buffer."""
     moe, x = make_moe(recipe, **MODELS[name]), tokens(40)
@@ -215,7 +215,9 @@ def test_a_token_does_not_depend_on_other_tokens(recipe, name):
     assert not got[11:].any()
 
 
-@each("recipe", {name: ALL_RECIPES[name] for name in ("nvfp4", "row-scaled")})
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(ALL_RECIPES[name], id=name) for name in ("nvfp4", "row-scaled")]
+)
 def test_serving_has_the_bits_of_training(recipe):
     """In eval mode, and with weights that are quantized beforehand, prepacked or not."""
     moe, x = make_moe(recipe), tokens()
@@ -231,7 +233,9 @@ def test_serving_has_the_bits_of_training(recipe):
                 assert_same_bytes(served(x), y)
 
 
-@each("recipe", {name: ALL_RECIPES[name] for name in ("nvfp4", "row-scaled")})
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(ALL_RECIPES[name], id=name) for name in ("nvfp4", "row-scaled")]
+)
 def test_microbatches_with_a_cached_weight_have_the_same_bits(recipe):
     moe, x = make_moe(recipe), tokens()
     y = step(moe, x)[0]
@@ -246,7 +250,11 @@ def test_steps_repeat_with_and_without_recomputation(recipe):
     assert_all_same(*runs[::2])
 
 
-@each("recipe", {name: ALL_RECIPES[name] for name in ("mxfp8", "fp8-block")} | DELAYED)
+@pytest.mark.parametrize(
+    "recipe",
+    ({name: ALL_RECIPES[name] for name in ("mxfp8", "fp8-block")} | DELAYED).values(),
+    ids={name: ALL_RECIPES[name] for name in ("mxfp8", "fp8-block")} | DELAYED,
+)
 def test_gradients_are_quantized_by_the_op_that_computes_them(recipe, monkeypatch):
     """Bits and amaxes are those of a separate quantization.
 
@@ -275,14 +283,14 @@ def test_gradients_are_quantized_by_the_op_that_computes_them(recipe, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(experts, "_quantizes_gradients", lambda *_: False)
             assert_all_same(steps(moe), got)
-        with grouped.debug.inspect(moe):
+        with grouped.inspect.inspect(moe):
             assert_all_same(step(moe, tokens(seed=0)), got[: 2 + len([*moe.parameters()])])
         # Under delayed scaling the first step's scales come from the plain gradient.
         assert len(calls) == (3 - recipe.takes_scales) * is_fused
         calls.clear()
 
 
-@each("name", ["mixtral", "gpt-oss", "squared relu"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "squared relu"])
 @every_recipe
 def test_activations_in_epilogues(recipe, name, monkeypatch):
     """A GEMM that applies the activation has the bits of a GEMM and a separate activation."""
@@ -334,8 +342,8 @@ def test_recomputation_refuses_stochastic_rounding():
 
 
 @every_recipe
-@each("recompute", [False, True])
-@each("top_k", [2, 4])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("top_k", [2, 4])
 def test_tensors_saved_for_the_backward_pass(recipe, recompute, top_k):
     """A mixture saves its input, the pre-activation, the routing, and quantized weights.
 
@@ -353,9 +361,11 @@ def test_tensors_saved_for_the_backward_pass(recipe, recompute, top_k):
     assert sum(t.nbytes for t in saved if t.dtype == BF16) == 60 * (H + 256 * (not recompute)) * 2
 
 
-@each("options", [(True, False), (False, True), (True, True)])
-@each("single", [True, False])
-@each("recipe", {name: ALL_RECIPES[name] for name in ("bf16", "row-scaled")})
+@pytest.mark.parametrize("options", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(ALL_RECIPES[name], id=name) for name in ("bf16", "row-scaled")]
+)
 def test_fused_and_delayed_weight_gradients(recipe, single, options):
     plain = make_moe(recipe, single_parameter=single, shared_intermediate_size=32)
     fused, delayed = options
@@ -379,7 +389,13 @@ def test_fused_and_delayed_weight_gradients(recipe, single, options):
         assert_same_bytes(got, grad, name)
 
 
-@each("recipe", {"bf16": recipes.BF16(), "fp8-block": recipes.FP8Block()})
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipes.BF16(), id="bf16"),
+        pytest.param(recipes.FP8Block(), id="fp8-block"),
+    ],
+)
 def test_gradients_with_frozen_parameters(recipe):
     """Gradients have the same bits if other parameters and the input are frozen."""
     moe = make_moe(recipe, bias=True, shared_intermediate_size=32)
@@ -399,7 +415,7 @@ def test_gradients_with_frozen_parameters(recipe):
 def test_an_inspector_records_every_operand_of_the_experts():
     moe = make_moe(recipes.NVFP4RowScaled())
     want = step(moe, tokens())
-    inspector = grouped.debug.inspect(moe)
+    inspector = grouped.inspect.inspect(moe)
     with inspector:
         assert_all_same(step(moe, tokens()), want)
     recorded = {(e["layer"], e["role"], e["direction"]) for e in inspector.summary()}
@@ -411,18 +427,22 @@ def test_an_inspector_records_every_operand_of_the_experts():
 def test_detect_nonfinite_names_the_layer_of_a_mixture():
     moe = make_moe(recipes.NVFP4RowScaled())
     want = step(moe, tokens())
-    with grouped.debug.detect_nonfinite(moe) as detector:
+    with grouped.inspect.detect_nonfinite(moe) as detector:
         assert_all_same(step(moe, tokens()), want)
     assert detector.report() == {}
     with torch.no_grad():
         moe.experts.down.weight[1, 2, 3] = torch.nan
-    with grouped.debug.detect_nonfinite(moe) as detector:
+    with grouped.inspect.detect_nonfinite(moe) as detector:
         step(moe, tokens())
     assert "weight" in detector.report()["experts.down"]
 
 
 @needs_compiler
-@each("recipe", {"bf16": recipes.BF16(), "row-scaled": ALL_RECIPES["row-scaled"]} | DELAYED)
+@pytest.mark.parametrize(
+    "recipe",
+    ({"bf16": recipes.BF16(), "row-scaled": ALL_RECIPES["row-scaled"]} | DELAYED).values(),
+    ids={"bf16": recipes.BF16(), "row-scaled": ALL_RECIPES["row-scaled"]} | DELAYED,
+)
 def test_compiled_once_for_all_numbers_of_tokens(recipe, fresh_dynamo):
     torch._dynamo.utils.counters.clear()
     eager, moe = (make_moe(recipe, **MODELS["deepseek-v3"]) for _ in range(2))
@@ -553,7 +573,10 @@ def test_selection_bias_compares_counts_with_their_mean():
     assert moe.router.selection_bias.tolist() == [1, 1, 1, 0, -1, -1]
 
 
-@each("recipe", {name: ALL_RECIPES[name] for name in ("bf16", "fp8-block", "row-scaled")})
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(ALL_RECIPES[name], id=name) for name in ("bf16", "fp8-block", "row-scaled")],
+)
 def test_gradients_of_the_router_alone(recipe):
     """They have the bits of a step with all gradients, also with a cached weight."""
     trained, frozen = make_moe(recipe, bias=True), make_moe(recipe, bias=True)
@@ -590,7 +613,7 @@ def test_a_frozen_mixture_needs_no_columnwise_weight():
     moe_with_rowwise_weights(trains_router=False)(tokens(), is_first_microbatch=False)
 
 
-@each("name", ["gelu", "relu", "silu"])
+@pytest.mark.parametrize("name", ["gelu", "relu", "silu"])
 def test_experts_without_a_gate_warn_unless_explicit(name):
     gated = {"gelu": "geglu", "relu": "reglu", "silu": "swiglu"}[name]
     with pytest.warns(
@@ -622,8 +645,8 @@ def test_autocast():
     assert_same_bytes(y, ops.moe_combine(h, r.row, choice.weights, F32))
 
 
-@each("mode", ["eager", "inside", "compiled"])
-@each("dtype", [BF16, F16])
+@pytest.mark.parametrize("mode", ["eager", "inside", "compiled"])
+@pytest.mark.parametrize("dtype", [BF16, F16])
 def test_autocast_keeps_the_router_and_biases_in_fp32(dtype, mode):
     """The router's GEMMs, forward and backward, and those of the second bias stay in fp32."""
 
@@ -653,8 +676,10 @@ def test_autocast_keeps_the_router_and_biases_in_fp32(dtype, mode):
 
 
 SIZES = {"hidden_size": H, "intermediate_size": WIDTH, "num_experts": E, "top_k": K}
-test_construction_refuses = refusals(
-    lambda change: MoE(**SIZES | change),
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
     [
         ({"top_k": 7}, ValueError, "top_k must be in .* got 7"),
         ({"top_k": 2.0}, TypeError, "top_k must be an integer, got 2.0"),
@@ -683,6 +708,9 @@ test_construction_refuses = refusals(
         ({"activation": "silu", "interleaved": True}, ValueError, "interleaved is of gated"),
     ],
 )
+def test_construction_refuses(change, error, message):
+    with pytest.raises(error, match=message):
+        MoE(**SIZES | change)
 
 
 def test_calls_check_num_tokens():

@@ -3,7 +3,7 @@ import torch
 from torch.library import opcheck
 
 import grouped
-from tests.helpers import BF16, F16, F32, each, offsets, sample
+from tests.helpers import BF16, F16, F32, offsets, sample
 
 from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, weight
 
@@ -131,7 +131,7 @@ def test_every_op_has_a_case():
 
 
 @pytest.mark.usefixtures("comparable")
-@each(
+@pytest.mark.parametrize(
     ("name", "make"),
     [(name, make) for name, _, make in CASES],
     ids=[f"{name}: {case}" for name, case, _ in CASES],

@@ -12,7 +12,7 @@ import grouped
 from cute_kernels import backend
 from cute_kernels.reference.adamw import adamw
 from grouped import optim
-from tests.helpers import BF16, F32, U8, each, each_arch, raises, seeded
+from tests.helpers import BF16, F32, U8, each_arch, seeded
 
 FORMATS = [
     grouped.NVFP4(),
@@ -62,8 +62,10 @@ def quantized_like(p, master):
     return q
 
 
-@each("fmt", FORMATS, str)
-@each("options", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.3}], ["", "amsgrad"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.3}], ids=["", "amsgrad"]
+)
 def test_a_step_is_torchs_step_then_quantize(fmt, options):
     pair = make_pair(fmt, lr=3e-2, **options)
     p, _, master, _ = pair
@@ -398,7 +400,7 @@ WRITTEN = {
 }
 
 
-@each(("make", "options", "name"), WRITTEN)
+@pytest.mark.parametrize(("make", "options", "name"), WRITTEN.values(), ids=WRITTEN)
 def test_a_step_counts_a_version_of_the_parameter(make, options, name):
     """Otherwise a backward pass would read new values, and cached copies of a weight be stale."""
     p = make(draw(0))
@@ -409,11 +411,11 @@ def test_a_step_counts_a_version_of_the_parameter(make, options, name):
         ours.step()
     assert p._version > version
     if not isinstance(p, grouped.GroupedTensor):
-        with raises(RuntimeError, "modified by an inplace operation"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
 
-@each(("make", "options", "name"), WRITTEN)
+@pytest.mark.parametrize(("make", "options", "name"), WRITTEN.values(), ids=WRITTEN)
 def test_gradients_may_be_strided(make, options, name):
     """Gradients have the dtype of the parameter: a cast would make them contiguous."""
     w, grad = draw(0), draw(1, 3, 64, 80).mT
@@ -429,7 +431,7 @@ def test_gradients_may_be_strided(make, options, name):
         assert torch.equal(p, want)
 
 
-@each("fmt", FORMATS, str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_masters_and_loaded_states_are_copies(fmt):
     """A step writes neither the user's weights nor a saved state."""
     w = draw(0)
@@ -448,7 +450,7 @@ def test_masters_and_loaded_states_are_copies(fmt):
         assert not torch.equal(loaded.state[p][name], t), name
 
 
-@each("plain", [True, False])
+@pytest.mark.parametrize("plain", [True, False])
 def test_parameters_may_be_strided(plain):
     w, grad = draw(0, 3, 64, 80).mT, draw(1)
     p, want = (

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 import cute_kernels
@@ -8,8 +9,6 @@ from tests.helpers import (
     U8,
     assert_all_same,
     assert_same_bytes,
-    each,
-    raises,
     sample,
     saved,
     whole_graph,
@@ -45,7 +44,7 @@ def test_strides_are_kept():
     assert_same_bytes(cute_kernels.unpack(packed).contiguous(), codes.contiguous())
 
 
-@each(
+@pytest.mark.parametrize(
     ("codes", "error", "match"),
     [
         (torch.zeros(2, 8), TypeError, "codes must be uint8, got torch.float32"),
@@ -54,7 +53,7 @@ def test_strides_are_kept():
     ],
 )
 def test_bad_codes(codes, error, match):
-    with raises(error, match.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(error, match=match.replace("(", r"\(").replace(")", r"\)")):
         cute_kernels.prepack(codes)
 
 
@@ -83,7 +82,7 @@ def test_there_and_back():
     )
 
 
-@each("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_products_have_the_same_bits(compiled):
     w = weights()
     x, dy = sample(36, K), sample(36, N)
@@ -99,15 +98,15 @@ def test_products_have_the_same_bits(compiled):
 
 def test_plain_activations_are_refused():
     packed = weights().prepack()
-    with raises(cute_kernels.UnsupportedError, r"unpack\(\) them"):
+    with pytest.raises(cute_kernels.UnsupportedError, match=r"unpack\(\) them"):
         grouped.grouped_gemm(sample(36, K), packed, offs=ENDS)
 
 
 def test_only_weights_can_be_prepacked():
     ragged = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
-    with raises(ValueError, "only uniform weights"):
+    with pytest.raises(ValueError, match="only uniform weights"):
         ragged.prepack()
-    with raises(ValueError, "nvfp4:row_scaled cannot be combined with prepacked"):
+    with pytest.raises(ValueError, match="nvfp4:row_scaled cannot be combined with prepacked"):
         grouped.quantize(sample(3, N, K), FORMATS["row-scaled"]).prepack()
 
 
@@ -115,6 +114,6 @@ def test_other_architectures_say_so():
     a = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
     with (
         cute_kernels.backend("emulated:sm_100a"),
-        raises(cute_kernels.UnsupportedError, r"for sm_90a, not sm_100a: unpack\(\)"),
+        pytest.raises(cute_kernels.UnsupportedError, match=r"for sm_90a, not sm_100a: unpack\(\)"),
     ):
         grouped.grouped_gemm(a, weights().prepack())

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 
 from cute_kernels import backend
@@ -14,7 +15,6 @@ from tests.helpers import (
     DTYPES,
     U8,
     assert_same_bytes,
-    each,
     ends,
     many_groups,
     ops,
@@ -74,7 +74,7 @@ def every_number():
     return torch.cat([torch.arange(65536).short().view(BF16).float(), edges, near, -near])
 
 
-@each(
+@pytest.mark.parametrize(
     ("arch", "by_table", "act"),
     [
         *itertools.product(ARCHITECTURES, [False], [*CURVES, "gelu"]),
@@ -118,7 +118,7 @@ CASES = [
 ]
 
 
-@each(("arch", "text", "act", "way"), CASES)
+@pytest.mark.parametrize(("arch", "text", "act", "way"), CASES)
 def test_codes(arch, text, act, way):
     for rows, cols, offs, fill in RAGGED.values():
         x = inputs(act, (rows,), cols, fill)
@@ -126,7 +126,7 @@ def test_codes(arch, text, act, way):
         check(arch, lambda x=x, offs=offs: quantize(text, act, x, offs, way))
 
 
-@each("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_other_dtypes_and_uniform_groups(dtype):
     for text in ("mxfp8", "fp8"):
         x = inputs("swiglu", (3, 70), 96, dtype=DTYPES[dtype])

@@ -1,9 +1,10 @@
+import pytest
 import torch
 
 import ptx_emulator as emulator
 from cute_kernels.kernels.quantize.config import AmaxConfig, OffsetsConfig
 from cute_kernels.reference.reductions import absmax, compute_offsets, grouped_amax
-from tests.helpers import BF16, DTYPES, I32, each, each_arch, ends, many_groups, seeded
+from tests.helpers import BF16, DTYPES, I32, each_arch, ends, many_groups, seeded
 
 from .op_support import MODES
 from .quantize_support import Problem, compiled, random_input, special_input
@@ -24,7 +25,7 @@ def check(config, problem, num_sms=2):
         assert row_amax.equal(want)
 
 
-@each("dtype", [*DTYPES])
+@pytest.mark.parametrize("dtype", [*DTYPES])
 @each_arch
 def test_rows_and_groups(arch, dtype):
     config = AmaxConfig(dtype, per_row=True, arch=arch)
@@ -37,7 +38,7 @@ def test_rows_and_groups(arch, dtype):
         check(config, Problem(special_input(rows, cols, DTYPES[dtype]), offs))
 
 
-@each("per_row", [False, True])
+@pytest.mark.parametrize("per_row", [False, True])
 def test_one_of_the_two(per_row):
     config = AmaxConfig("bfloat16", per_row=per_row, per_group=not per_row)
     check(config, Problem(random_input((90, 48), BF16), ends(30, 30, 71)))
@@ -57,8 +58,8 @@ def test_many_groups_in_chaos_and_races():
             check(config, problem)
 
 
-@each("out", [I32, torch.int64])
-@each("splits", [I32, torch.int64])
+@pytest.mark.parametrize("out", [I32, torch.int64])
+@pytest.mark.parametrize("splits", [I32, torch.int64])
 def test_offsets(splits, out):
     """Those that saturate, too."""
     kernel = compiled(OffsetsConfig(*(str(d).removeprefix("torch.") for d in (splits, out))))

@@ -1,5 +1,6 @@
 import itertools
 
+import pytest
 import torch
 
 from cute_kernels.formats import FP8, MXFP8, FP8Block, parse
@@ -11,7 +12,6 @@ from tests.helpers import (
     E5M2,
     F32,
     assert_same_buffers,
-    each,
     each_arch,
     ends,
     many_groups,
@@ -89,21 +89,21 @@ def kernels():
         yield "sm_90a", text, directions
 
 
-@each(("arch", "text", "directions"), list(kernels()))
+@pytest.mark.parametrize(("arch", "text", "directions"), list(kernels()))
 def test_ragged_groups(arch, text, directions):
     config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
     for case in cases_of(text):
         check(config, ragged(*case))
 
 
-@each("text", [*SOME, DELAYED])
+@pytest.mark.parametrize("text", [*SOME, DELAYED])
 def test_uniform_groups(text):
     config = TileConfig(text, "bfloat16", "uniform", True, True, arch="sm_90a")
     for shape in ((2, 100, 96), (1, 256, 64), (3, 129, 32)):
         check(config, Problem(random_input(shape, BF16), None))
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "dtype"),
     [
         *((text, "bfloat16") for text in FORMATS),
@@ -115,7 +115,7 @@ def test_special_values(text, dtype):
 
 
 @each_arch
-@each("text", NAN_SCALES)
+@pytest.mark.parametrize("text", NAN_SCALES)
 def test_scales_that_are_nan(arch, text):
     """Of infinities alone; finite numbers have the bytes that they have without."""
     for directions in ((True, False), (False, True), (True, True)):
@@ -128,7 +128,7 @@ def test_scales_that_are_nan(arch, text):
         assert_same_buffers(*(expected(finite, parse(name), True, True) for name in (text, plain)))
 
 
-@each("text", ["fp8_block:nan_scales", "mxfp8:nan_scales", "fp8:nan_scales"])
+@pytest.mark.parametrize("text", ["fp8_block:nan_scales", "mxfp8:nan_scales", "fp8:nan_scales"])
 @each_arch
 def test_scales_that_are_nan_by_rows(arch, text):
     config = RowsConfig(text, "bfloat16", arch=arch)
@@ -147,14 +147,14 @@ def test_amaxes_where_a_scale_changes():
         check(TileConfig(text, "float32", arch="sm_90a"), Problem(x, ends(256)))
 
 
-@each("text", SOME)
+@pytest.mark.parametrize("text", SOME)
 def test_many_groups(text):
     offs = many_groups()
     problem = Problem(random_input((int(offs[-1]) + 5, 32), BF16), offs)
     check(TileConfig(text, "bfloat16", "ragged", True, True, arch="sm_90a"), problem)
 
 
-@each("text", ["fp8", *SOME, DELAYED])
+@pytest.mark.parametrize("text", ["fp8", *SOME, DELAYED])
 def test_end_rows_that_break_the_rules(text):
     """They are clamped to the buffer; where they fall, no more is said of what is written."""
     x, fmt = random_input((140, 96), BF16), parse(text)
@@ -171,7 +171,7 @@ def test_end_rows_that_break_the_rules(text):
 
 
 @each_mode
-@each("text", [*SOME, DELAYED])
+@pytest.mark.parametrize("text", [*SOME, DELAYED])
 def test_any_order(text, mode):
     arch = ARCHITECTURES[mode.get("seed", 0) % 2]
     problem = Problem(random_input((300, 544), BF16), ends(0, 130, 131, 290))
@@ -179,15 +179,15 @@ def test_any_order(text, mode):
     check(TileConfig(text, "bfloat16", arch=arch), problem, num_sms=1, **mode)
 
 
-@each("directions", ["rowwise", "both"])
-@each("text", SOME)
+@pytest.mark.parametrize("directions", ["rowwise", "both"])
+@pytest.mark.parametrize("text", SOME)
 @each_arch
 def test_code(arch, text, directions):
     config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
     assert f"cvt.rn.satfinite.{FORMATS[text].element.name}x2.f32" in check_code(config, arch)
 
 
-@each("text", ["fp8", "fp8:dtype=e5m2", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("text", ["fp8", "fp8:dtype=e5m2", "fp8_block", "mxfp8"])
 @each_arch
 def test_code_of_rows(arch, text):
     fmt = parse(text)
@@ -208,7 +208,7 @@ ROWS = [
 ]
 
 
-@each(("text", "dtype", "warps", "rows"), ROWS)
+@pytest.mark.parametrize(("text", "dtype", "warps", "rows"), ROWS)
 def test_rows(text, dtype, warps, rows):
     for i, case in enumerate(cases_of(text)):
         problem = ragged(*case, dtype)

@@ -1,6 +1,8 @@
 import dataclasses
 import re
 
+import pytest
+
 from cute_kernels.formats import MXFP8, NVFP4
 from cute_kernels.kernels.gemm.variants import kernel_specs
 from cute_kernels.kernels.quantize.config import (
@@ -11,7 +13,7 @@ from cute_kernels.kernels.quantize.config import (
     TileConfig,
 )
 from cute_kernels.testing.compiled import compile_for_emulator
-from tests.helpers import DTYPES, each
+from tests.helpers import DTYPES
 
 from .op_support import ARCHITECTURES, check_code
 from .quantize_support import ARCH
@@ -37,7 +39,7 @@ CONFIGS = [
 ]
 
 
-@each("config", CONFIGS, str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_arithmetic_is_exact(config):
     """No spills, flushed denormals, approximations or fused multiply-adds; the hardware's
     conversions.
@@ -50,7 +52,7 @@ def test_arithmetic_is_exact(config):
         assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == (config.arch == ARCH)
 
 
-@each("dtype", [*DTYPES])
+@pytest.mark.parametrize("dtype", [*DTYPES])
 def test_tile_barriers_are_enough(dtype):
     """A team has two arrival barriers, so no more tiles than that may be in flight."""
     config = TileConfig("nvfp4", dtype)
@@ -92,7 +94,7 @@ def sample(specs):
 GEMMS = [(arch, spec) for arch in ARCHITECTURES for spec in sample(kernel_specs(arch))]
 
 
-@each(("arch", "spec"), GEMMS, str)
+@pytest.mark.parametrize(("arch", "spec"), GEMMS, ids=str)
 def test_arithmetic_of_products_is_exact(arch, spec):
     """No flushed denormals and no approximations, but for reciprocals that are rounded afterwards."""
     ptx = compile_for_emulator(spec, arch).ptx

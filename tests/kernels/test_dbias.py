@@ -1,19 +1,10 @@
+import pytest
 import torch
 
 from cute_kernels import backend
 from cute_kernels.kernels.quantize.config import DbiasConfig
 from cute_kernels.ops.checks import unchecked_end_rows
-from tests.helpers import (
-    DTYPES,
-    I32,
-    assert_same_bytes,
-    each,
-    each_arch,
-    ends,
-    many_groups,
-    ops,
-    seeded,
-)
+from tests.helpers import DTYPES, I32, assert_same_bytes, each_arch, ends, many_groups, ops, seeded
 
 from .op_support import array_of, check, check_code, check_touched, each_mode, watching
 
@@ -41,7 +32,7 @@ def gradient(rows, cols, offs, dtype="bfloat16"):
     return dy.to(DTYPES[dtype])
 
 
-@each("dtype", [*DTYPES])
+@pytest.mark.parametrize("dtype", [*DTYPES])
 @each_arch
 def test_sums(arch, dtype):
     for rows, cols, offs in CASES.values():
@@ -58,7 +49,7 @@ def test_uniform_groups(arch):
 
 
 @each_mode
-@each("cols", [72, 9])
+@pytest.mark.parametrize("cols", [72, 9])
 def test_any_order_of_warps(cols, mode):
     offs = ends(0, 700, 700, 701, 1990)
     dy = gradient(2000, cols, offs)
@@ -114,6 +105,6 @@ def test_any_offsets_and_layout_and_grid():
     assert not out[1].any()
 
 
-@each("config", [DbiasConfig("bfloat16"), DbiasConfig("float32")], str)
+@pytest.mark.parametrize("config", [DbiasConfig("bfloat16"), DbiasConfig("float32")], ids=str)
 def test_code(config):
     check_code(config, "sm_90a")

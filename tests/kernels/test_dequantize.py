@@ -1,6 +1,7 @@
 import itertools
 import pickle
 
+import pytest
 import torch
 
 from cute_kernels import backend
@@ -17,7 +18,6 @@ from tests.helpers import (
     U8,
     assert_same_bytes,
     dequantize_arguments,
-    each,
     each_arch,
     ends,
     many_groups,
@@ -54,7 +54,7 @@ BYTE_KINDS = {
 }
 #: One of each layout of scales.
 SOME = [k for k, (text, _) in BYTE_KINDS.items() if ":" not in text or "128x128" in text]
-each_kind = each("kind", [*KINDS])
+each_kind = pytest.mark.parametrize("kind", [*KINDS])
 RAGGED = ragged_cases("odd rows, K past two strips", 128, 16, 272, 48, 32, 144, 16)
 UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two tiles": (3, 129, 48)}
 
@@ -108,20 +108,20 @@ def test_ragged_groups(arch, kind):
         check_case(arch, kind, "bfloat16", case)
 
 
-@each("kind", [*BYTE_KINDS])
+@pytest.mark.parametrize("kind", [*BYTE_KINDS])
 def test_ragged_groups_of_bytes(kind):
     for i, case in enumerate(RAGGED):
         check_case(ARCHITECTURES[i % 2], kind, "float32", case)
 
 
-@each("dtype", ["float16", "float32"])
-@each("kind", ["rowwise", "columnwise", "transformed"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("kind", ["rowwise", "columnwise", "transformed"])
 def test_other_dtypes(kind, dtype):
     for case in ("odd rows, K past two strips", "tail", "one row"):
         check_case("sm_90a", kind, dtype, case)
 
 
-@each("kind", [*KINDS, *SOME])
+@pytest.mark.parametrize("kind", [*KINDS, *SOME])
 def test_uniform_groups(kind):
     for i, shape in enumerate(UNIFORM.values()):
         args = arguments(shape, None, kind, "float16" if kind in SOME and i else "bfloat16")
@@ -130,12 +130,12 @@ def test_uniform_groups(kind):
 
 
 @each_mode
-@each("kind", [*KINDS, *SOME])
+@pytest.mark.parametrize("kind", [*KINDS, *SOME])
 def test_any_order_of_warps(kind, mode):
     check_case("sm_90a", kind, "bfloat16", "odd rows, K past two strips", num_sms=1, **mode)
 
 
-@each("kind", [*KINDS, *SOME])
+@pytest.mark.parametrize("kind", [*KINDS, *SOME])
 def test_more_than_a_thousand_groups(kind):
     offs = many_groups()
     args = arguments((int(offs[-1]) + 5, 16), offs, kind)
@@ -170,7 +170,7 @@ def test_only_the_rows_of_groups_are_touched(kind):
     assert_same_bytes(out[:live], dequantize(args)[:live], any_nan=True)
 
 
-@each("live", [0, 219, 259, 260])
+@pytest.mark.parametrize("live", [0, 219, 259, 260])
 def test_the_tail_of_a_fresh_result_is_zero(live):
     args = arguments((260, 144), ends(0, 0, live), "row-scaled")
     want = dequantize(args)
@@ -185,7 +185,7 @@ def test_the_tail_of_a_fresh_result_is_zero(live):
         assert (out[live:] == (0 if fresh else -7)).all()
 
 
-@each("kind", [*KINDS, *SOME])
+@pytest.mark.parametrize("kind", [*KINDS, *SOME])
 @unchecked_end_rows()
 def test_any_offsets_and_grid(kind):
     args = arguments((140, 64), ends(-5, 20, 1000, 2**31 - 1), kind)

@@ -1,7 +1,8 @@
+import pytest
 import torch
 
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, pack_codes
-from tests.helpers import DTYPES, F16, F32, I32, U8, each, each_arch, seeded
+from tests.helpers import DTYPES, F16, F32, I32, U8, each_arch, seeded
 
 from .quantize_support import compiled
 
@@ -64,7 +65,7 @@ def test_stochastic_codes_beside_every_border(arch):
     assert got.equal(pack_codes(encode_e2m1_stochastic(y, draws)))
 
 
-@each("dtype", [*DTYPES])
+@pytest.mark.parametrize("dtype", [*DTYPES])
 def test_codes_beside_every_tie(dtype):
     check_codes(*near_ties(DTYPES[dtype]), dtype)
 

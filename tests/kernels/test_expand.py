@@ -1,8 +1,9 @@
+import pytest
 import torch
 
 from cute_kernels.formats import NVFP4
 from cute_kernels.kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
-from tests.helpers import BF16, F16, U8, each, ends
+from tests.helpers import BF16, F16, U8, ends
 
 from .gemm_support import compiled, quantize, randn
 from .op_support import array_of, check_touched, watching
@@ -60,7 +61,7 @@ def test_gathered_rows_are_arranged_as_copied_ones():
     assert torch.equal(out, plain)
 
 
-@each("wild", [*WILD])
+@pytest.mark.parametrize("wild", [*WILD])
 def test_end_rows_that_break_the_rules_do_no_harm(wild):
     offs = WILD[wild]
     codes = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4()).codes.contiguous()

@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import pytest
+
 import ptx_emulator as emulator
 from cute_kernels.kernels.gemm.choose import choose_config
 from cute_kernels.kernels.gemm.common.problem import GemmProblem, RowPart
 from cute_kernels.kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
 from cute_kernels.kernels.gemm.sm90.split_launches import all_parts
-from tests.helpers import assert_same_bytes, each, raises
+from tests.helpers import assert_same_bytes
 
 from .gemm_support import m_grouped
 from .op_support import each_mode
@@ -41,8 +43,8 @@ def run(product, parts, num_sms, device):
     return out.cpu()
 
 
-@each("mean", [16, 64, 80, 128, 512])
-@each("kind", [*KINDS])
+@pytest.mark.parametrize("mean", [16, 64, 80, 128, 512])
+@pytest.mark.parametrize("kind", [*KINDS])
 def test_parts_take_every_row_once(kind, mean):
     parts = parts_of(kind, mean)
     takes = [part.rows_taken for part in parts]
@@ -79,13 +81,13 @@ def test_small_products_and_single_groups_have_one_part():
 def test_a_tile_must_hold_what_its_part_has():
     narrow = next(tile for tile in SM90_TILES if tile.swap_ab and tile.n == 64)
     for part in (RowPart(128, 64, 128), RowPart(128, 32, 65), RowPart(32, 0, 32)):
-        with raises(ValueError, "cannot be those of"):
+        with pytest.raises(ValueError, match="cannot be those of"):
             Sm90GemmConfig("nvfp4", tile=narrow, part=part)
-    with raises(ValueError, "only an m_grouped product has parts"):
+    with pytest.raises(ValueError, match="only an m_grouped product has parts"):
         Sm90GemmConfig("nvfp4", "k_grouped", tile=Sm90Tile(128, 128), part=RowPart(128, 0, 128))
 
 
-@each("kind", [*KINDS])
+@pytest.mark.parametrize("kind", [*KINDS])
 def test_bits_are_those_of_one_kernel(kind, device):
     parts = parts_of(kind)
     assert len(parts) > 1
@@ -97,10 +99,10 @@ def test_bits_are_those_of_one_kernel(kind, device):
     assert_same_bytes(run(product, parts, 4, device), want)
 
 
-@each(
+@pytest.mark.parametrize(
     "sizes",
     [[0, 0, 700, 0], [0] * 40, [1] * 1030 + [70] + [0] * 9],
-    ["all in one", "all empty", "many groups"],
+    ids=["all in one", "all empty", "many groups"],
 )
 def test_routings(sizes, device):
     parts = parts_of("nvfp4")

@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import re
 
+import pytest
 import torch
 
 import ptx_emulator as emulator
@@ -28,7 +29,6 @@ from tests.helpers import (
     U8,
     assert_same_bytes,
     dequantize_arguments,
-    each,
     each_arch,
     ends,
     ops,
@@ -50,7 +50,7 @@ MAP_NORESERVE = 0x4000
 ROWS = 40
 #: Rows before the last ``ROWS``, and K: rows so long, or so many, that each operand gets there.
 SHAPES = {"long rows": (2**23, 8192), "many rows": (2**29, 64)}
-each_shape = each("name", [*SHAPES])
+each_shape = pytest.mark.parametrize("name", [*SHAPES])
 
 
 def sparse(*shape, dtype=BF16):
@@ -139,7 +139,7 @@ TILES = {
 
 
 @each_arch
-@each(("text", "uniform"), TILES)
+@pytest.mark.parametrize(("text", "uniform"), TILES.values(), ids=TILES)
 @each_shape
 def test_tiles(name, text, uniform, arch):
     """Stochastic formats draw by numbers of blocks past 2^32, or 2^31."""
@@ -176,7 +176,7 @@ def test_tiles(name, text, uniform, arch):
         assert_same_bytes(got, of_tile, key)
 
 
-@each("vectorized", [True, False])
+@pytest.mark.parametrize("vectorized", [True, False])
 def test_dbias(vectorized):
     before, cols = SHAPES["long rows"]
     x = random_input((ROWS, cols), BF16)
@@ -198,8 +198,8 @@ def test_dbias(vectorized):
 DIRECTIONS = {"rowwise": (False, False), "row-scaled": (True, False), "columnwise": (False, True)}
 
 
-@each("uniform", [False, True], ["ragged", "uniform"])
-@each("direction", [*DIRECTIONS])
+@pytest.mark.parametrize("uniform", [False, True], ids=["ragged", "uniform"])
+@pytest.mark.parametrize("direction", [*DIRECTIONS])
 @each_shape
 def test_dequantize(name, direction, uniform):
     row_scaled, columnwise = DIRECTIONS[direction]

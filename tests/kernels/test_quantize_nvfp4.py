@@ -2,12 +2,13 @@ import dataclasses
 import functools
 import itertools
 
+import pytest
 import torch
 
 import ptx_emulator as emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.kernels.quantize.config import RowsConfig, TileConfig
-from tests.helpers import BF16, DTYPES, each, each_arch, ends, many_groups, seeded
+from tests.helpers import BF16, DTYPES, each_arch, ends, many_groups, seeded
 
 from .op_support import ARCHITECTURES, array_of, check_touched, each_mode
 from .quantize_support import (
@@ -65,7 +66,7 @@ def in_any_order(cols):
 PARTS = ("rowwise", "columnwise", "row-scaled", "square")
 
 
-@each(
+@pytest.mark.parametrize(
     ("arch", "variant"),
     [(a, v) for v in VARIANTS for a in (ARCHITECTURES[-1:] if v in PARTS else ARCHITECTURES)],
 )
@@ -74,7 +75,7 @@ def test_tiles_of_ragged_groups(arch, variant):
         check(tiles(arch=arch, **VARIANTS[variant]), ragged(*case))
 
 
-@each("variant", ["row-scaled and columnwise", "square, both"])
+@pytest.mark.parametrize("variant", ["row-scaled and columnwise", "square, both"])
 def test_teams_go_from_tile_to_tile_of_a_group(variant):
     x = random_input((670, 560), BF16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
     x[400:530] *= 2.0**115
@@ -83,14 +84,14 @@ def test_teams_go_from_tile_to_tile_of_a_group(variant):
     )
 
 
-@each("variant", UNIFORM_VARIANTS)
+@pytest.mark.parametrize("variant", UNIFORM_VARIANTS)
 def test_tiles_of_uniform_groups(variant):
     config = tiles("bfloat16", "uniform", **VARIANTS[variant])
     for shape in UNIFORM.values():
         check(config, Problem(random_input(shape, BF16), None))
 
 
-@each(
+@pytest.mark.parametrize(
     ("variant", "grouping", "arch"),
     [
         *itertools.product(
@@ -109,23 +110,23 @@ def test_two_phases_compute_the_amaxes(variant, grouping, arch):
             check(config, ragged(*RAGGED[case]))
 
 
-@each("dtype", [*DTYPES])
-@each(("arch", "warps"), [(ARCH, 1), (ARCH, 2), ("sm_90a", 2)])
+@pytest.mark.parametrize("dtype", [*DTYPES])
+@pytest.mark.parametrize(("arch", "warps"), [(ARCH, 1), (ARCH, 2), ("sm_90a", 2)])
 def test_rows_of_ragged_groups(arch, warps, dtype):
     config = Rows(dtype=dtype, warps_per_row=warps, arch=arch)
     for case in RAGGED.values():
         check(config, ragged(*case, dtype))
 
 
-@each(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
+@pytest.mark.parametrize(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
 def test_rows_with_amaxes_of_groups(warps, rows):
     config = GivenRows(warps_per_row=warps, rows_per_warp=rows)
     for case in RAGGED.values():
         check(config, ragged(*case))
 
 
-@each("dtype", ["bfloat16", "float32"])
-@each("rows", [2, 4, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [2, 4, 8])
 def test_several_rows_a_warp(dtype, rows):
     config = Rows(dtype=dtype, warps_per_row=1, rows_per_warp=rows)
     generator = seeded(7)
@@ -149,7 +150,7 @@ def test_rows_of_uniform_groups(arch):
         check(config, Problem(random_input(shape, BF16), None))
 
 
-@each("dtype", [*DTYPES])
+@pytest.mark.parametrize("dtype", [*DTYPES])
 @each_arch
 def test_special_values(arch, dtype):
     x = special_input(150, 128, DTYPES[dtype])
@@ -166,7 +167,7 @@ def test_special_values(arch, dtype):
     check(Rows(dtype=dtype, warps_per_row=1, arch=arch), problem)
 
 
-@each(
+@pytest.mark.parametrize(
     "variant",
     [
         "both",
@@ -193,7 +194,7 @@ def test_amaxes_that_keep_nan(arch, variant):
     assert want["amax"][:150].isnan().any() and not want["amax"][:150].isnan().all()
 
 
-@each("dtype", [*DTYPES])
+@pytest.mark.parametrize("dtype", [*DTYPES])
 @each_arch
 def test_rows_that_keep_nan(arch, dtype):
     config = Rows(format=f"{ROW_SCALED},nan_scales", dtype=dtype, warps_per_row=1, arch=arch)
@@ -204,7 +205,7 @@ def test_a_given_amax_need_not_be_the_true_one():
     check(tiles(columnwise=True), ragged(*RAGGED["tail"]), torch.tensor([1e-3, 3.0, 1e30]))
 
 
-@each("kind", ["rows", "tiles"])
+@pytest.mark.parametrize("kind", ["rows", "tiles"])
 def test_more_than_a_thousand_groups(kind):
     offs = many_groups()
     problem = Problem(random_input((int(offs[-1]) + 5, 16), BF16), offs)
@@ -215,7 +216,7 @@ def test_more_than_a_thousand_groups(kind):
 
 
 @each_mode
-@each(
+@pytest.mark.parametrize(
     ("arch", "variant", "cols"),
     [
         # Two more column tiles than stages for one CTA.
@@ -248,7 +249,7 @@ def test_bands_without_rows(arch):
             assert_same_buffers(quantize(config, problem), want)
 
 
-@each("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_loads_that_land_out_of_order(dtype):
     """Rowwise teams never meet, so a team can be ahead of a load that another one waits for."""
     config = tiles(dtype, compute_amax=True)
@@ -260,19 +261,19 @@ def test_loads_that_land_out_of_order(dtype):
 
 
 @each_mode
-@each(
+@pytest.mark.parametrize(
     "config",
     [
         *(Rows(warps_per_row=w, rows_per_warp=rows) for w, rows in ((1, 1), (4, 1), (1, 4))),
         *(make(warps_per_row=4, arch="sm_90a") for make in (Rows, GivenRows)),
     ],
-    str,
+    ids=str,
 )
 def test_rows_in_any_order(config, mode):
     check(config, in_any_order(496), **mode)
 
 
-@each("kind", ["rows", "tiles"])
+@pytest.mark.parametrize("kind", ["rows", "tiles"])
 def test_only_the_live_rows_are_touched(kind):
     """Of the tail of x the box of a tile at most is read; nothing outside the buffers is touched."""
     problem = ragged(*RAGGED["tail"])

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 import ptx_emulator as emulator
@@ -10,7 +11,6 @@ from tests.helpers import (
     F16,
     F32,
     I32,
-    each,
     each_arch,
     ends,
     m_grouped_arguments,
@@ -69,9 +69,9 @@ def check_values(x, offs, row_scaled, device):
         assert amax[live:].isnan().all()
 
 
-@each("row_scaled", [False, True], ["groups", "rows"])
-@each("dtype", DTYPES)
-@each("shape", [*SHAPES])
+@pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES])
 def test_values(shape, dtype, row_scaled, device):
     sizes, tail, k = SHAPES[shape]
     x = sample(sum(sizes) + tail, k, dtype=dtype)
@@ -84,7 +84,7 @@ def test_many_groups(device):
     check_values(sample(int(offs[-1]) + 3, 48), offs, True, device)
 
 
-@each("row_scaled", [False, True], ["groups", "rows"])
+@pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
 def test_special_numbers(row_scaled, device):
     x = sample(12, 256)
     x[0] = 0
@@ -106,7 +106,7 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 
 
 @each_arch
-@each("row_scaled", [False, True], ["groups", "rows"])
+@pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
 def test_the_op_has_the_bits_of_both_steps(arch, row_scaled):
     x, offs = sample(45, 144), ends(7, 7, 40)
     w, text = ops.grouped_quantize(sample(3, 40, 144), "nvfp4"), NVFP4(row_scaled=row_scaled).text

@@ -22,7 +22,6 @@ from tests.helpers import (
     U8,
     assert_all_same,
     assert_same_bytes,
-    each,
     many_groups,
     offsets,
     ops,
@@ -86,7 +85,7 @@ def test_codes_of_every_activation(fmt, act):
     check(fmt, act, x, offsets((131, 0, 16)))
 
 
-@each(
+@pytest.mark.parametrize(
     ("dtype", "directions"),
     [
         *(("bfloat16", (True, False)), ("bfloat16", (False, True))),
@@ -197,7 +196,7 @@ REFUSED = {
 }
 
 
-@each("message", [*REFUSED])
+@pytest.mark.parametrize("message", [*REFUSED])
 def test_refused(message):
     arguments = {"x": X, "format": "nvfp4", "offs": OFFS} | REFUSED[message]
     for call in (ops.grouped_quantize, cute_kernels.ops.grouped_quantize):

@@ -1,10 +1,11 @@
 import re
 
+import pytest
 import torch
 from torch.autograd import forward_ad
 
 import cute_kernels
-from tests.helpers import BF16, DTYPES, F16, F32, U8, assert_same_bytes, each, offsets, ops, raises
+from tests.helpers import BF16, DTYPES, F16, F32, U8, assert_same_bytes, offsets, ops
 
 from .test_layouts import CALLS
 from .test_schemas import outputs_like, tensors
@@ -49,9 +50,9 @@ def check_gradients(product, exact, *shapes, dtype):
     return operands
 
 
-@each("dtype", DTYPES)
-@each("transpose_b", [False, True])
-@each("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_m_grouped_gemm(splits, transpose_b, dtype):
     groups, tail, offs = len(splits), 4, offsets(splits)
     alpha = torch.rand(groups) + 0.5
@@ -66,8 +67,8 @@ def test_m_grouped_gemm(splits, transpose_b, dtype):
     assert not b.grad[torch.tensor(splits) == 0].any()
 
 
-@each("dtype", DTYPES)
-@each("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_k_grouped_gemm(splits, dtype):
     rows, alpha, offs = sum(splits) + 4, torch.rand(len(splits)) + 0.5, offsets(splits)
     check_gradients(
@@ -78,7 +79,7 @@ def test_k_grouped_gemm(splits, dtype):
     )
 
 
-@each("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_only_the_gradients_that_are_needed(wanted):
     operands = [torch.randn(8, 4), torch.randn(2, 3, 4), torch.randn(2, 3)]
     for i in wanted:
@@ -112,7 +113,7 @@ def test_gradient_of_bias_keeps_its_dtype_and_is_summed_in_fp32():
     assert bias.grad.tolist() == [[300.0] * 3]  # bf16 sums stop at 256
 
 
-@each("name", ["m_grouped_gemm", "k_grouped_gemm"])
+@pytest.mark.parametrize("name", ["m_grouped_gemm", "k_grouped_gemm"])
 def test_alpha_has_no_derivative(name):
     a, offs = torch.randn(8, 4, requires_grad=True), offsets((5, 3))
     alpha = torch.ones(2, requires_grad=True)
@@ -120,7 +121,7 @@ def test_alpha_has_no_derivative(name):
         out = ops.m_grouped_gemm(a, torch.randn(2, 3, 4), offs, None, alpha)
     else:
         out = ops.k_grouped_gemm(a, a.detach(), offs, alpha)
-    with raises(RuntimeError, "alpha"):
+    with pytest.raises(RuntimeError, match="alpha"):
         out.sum().backward()
 
 
@@ -172,16 +173,18 @@ def outputs_of(name, arguments):
     return outputs_like(name, getattr(ops, name)(**arguments), torch.zeros_like)
 
 
-@each(("case", "operand"), [(c, operand) for c, operand in OPERANDS if c not in ("fprop", "wgrad")])
+@pytest.mark.parametrize(
+    ("case", "operand"), [(c, operand) for c, operand in OPERANDS if c not in ("fprop", "wgrad")]
+)
 def test_what_has_no_derivative_says_so(case, operand):
     name, arguments = arguments_of(case)
     arguments = require_gradient(arguments, operand)
     result = next(t for t in tensors(getattr(ops, name)(**arguments)) if t.requires_grad)
-    with raises(RuntimeError, f"{name} (of quantized operands )?has no derivative"):
+    with pytest.raises(RuntimeError, match=f"{name} (of quantized operands )?has no derivative"):
         result.sum().backward()
 
 
-@each(("case", "operand"), [*OPERANDS, *((case, None) for case in OUT_FORMS)])
+@pytest.mark.parametrize(("case", "operand"), [*OPERANDS, *((case, None) for case in OUT_FORMS)])
 def test_out_forms_refuse_what_requires_a_gradient(case, operand):
     """An operand, or without one an output."""
     name, arguments = arguments_of(case)
@@ -194,15 +197,15 @@ def test_out_forms_refuse_what_requires_a_gradient(case, operand):
             re.escape(label_of(arguments, operand)),
             require_gradient(arguments, operand),
         )
-    with raises(RuntimeError, f"{name}_out.*{label} requires a gradient"):
+    with pytest.raises(RuntimeError, match=f"{name}_out.*{label} requires a gradient"):
         getattr(ops, f"{name}_out")(**arguments, **outputs)
     assert not any(t.detach().view(U8).any() for t in tensors(outputs)), "nothing is written"
     with torch.no_grad():
         getattr(ops, f"{name}_out")(**arguments, **outputs)
 
 
-@each(("case", "operand"), OPERANDS)
-@each("way", ["func.jvp", "dual level"])
+@pytest.mark.parametrize(("case", "operand"), OPERANDS)
+@pytest.mark.parametrize("way", ["func.jvp", "dual level"])
 def test_forward_mode_is_refused(case, operand, way):
     """A zero tangent would be the derivative of a constant."""
     name, arguments = arguments_of(case)
@@ -225,7 +228,7 @@ def test_forward_mode_is_refused(case, operand, way):
         return getattr(cute_kernels.ops, name)(*ordered)
 
     for function in (call, call_directly, call_out):
-        with raises((NotImplementedError, RuntimeError), "no forward-mode|in forward"):
+        with pytest.raises((NotImplementedError, RuntimeError), match="no forward-mode|in forward"):
             if way == "func.jvp":
                 torch.func.jvp(function, (primal,), (tangent,))
             else:
@@ -239,7 +242,9 @@ def test_operands_without_a_tangent_pass_in_a_dual_level():
         assert_same_bytes(ops.m_grouped_gemm(**arguments), ops.m_grouped_gemm(**arguments))
 
 
-@each("name", [name for name, op in vars(cute_kernels.ops).items() if callable(op)])
+@pytest.mark.parametrize(
+    "name", [name for name, op in vars(cute_kernels.ops).items() if callable(op)]
+)
 def test_every_form_is_documented(name):
     text = getattr(ops, name).__doc__
     assert "Args:" in text

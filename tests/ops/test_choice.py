@@ -15,11 +15,9 @@ from tests.helpers import (
     BF16,
     F32,
     assert_same_bytes,
-    each,
     m_grouped_arguments,
     offsets,
     ops,
-    raises,
     sample,
     whole_graph,
 )
@@ -55,7 +53,7 @@ def enter_in_another_thread(stack, name):
     thread.join()
 
 
-@each("direct", [True, False])
+@pytest.mark.parametrize("direct", [True, False])
 def test_a_plan_is_kept_under_the_backend_that_it_is_for(monkeypatch, planned, direct):
     """Another thread switches after the key of a call is known and before its plan is made."""
     a, b = operands()
@@ -125,7 +123,7 @@ def inside(x, w, offs):
 
 def test_a_block_inside_a_full_graph_is_refused():
     function = torch.compile(inside, fullgraph=True, backend="eager")
-    with raises(torch._dynamo.exc.Unsupported, "cannot choose a backend: enter"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot choose a backend: enter"):
         function(*operands(), OFFS)
     with backend("reference"):
         ops.m_grouped_gemm(*operands(), OFFS)  # nothing is left behind
@@ -136,7 +134,7 @@ def test_a_block_inside_an_exported_module_is_refused():
         def forward(self, x, w, offs):
             return inside(x, w, offs)
 
-    with raises(Exception, "cannot choose a backend: enter"):
+    with pytest.raises(Exception, match="cannot choose a backend: enter"):
         torch.export.export(Module(), (*operands(), OFFS))
 
 

@@ -2,6 +2,7 @@ import itertools
 import math
 
 import numpy as np
+import pytest
 import torch
 
 import grouped
@@ -13,9 +14,7 @@ from tests.helpers import (
     F16,
     assert_all_same,
     assert_same_bytes,
-    each,
     each_arch,
-    raises,
     seeded,
 )
 
@@ -65,9 +64,9 @@ def check(history, scale, dtype, amax=None, **options):
     assert_same_bytes(scale, want_scale, "scale")
 
 
-@each("skip_nonfinite", [False, True])
-@each("algorithm", ["max", "most_recent"])
-@each("dtype", [*TEXTS])
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("dtype", [*TEXTS])
 def test_random_histories_step_by_step(dtype, algorithm, skip_nonfinite):
     rng = seeded(7)
     for length, margin in itertools.product((1, 2, 3, 8), (0, 3, -2)):
@@ -97,7 +96,7 @@ def arguments(**changes):
     return {"amax_history": torch.rand(4, 3), "scale": torch.ones(3), "fmt": E4M3} | changes
 
 
-@each(
+@pytest.mark.parametrize(
     ("change", "error", "match"),
     [
         ({"amax_history": torch.rand(3)}, ValueError, "amax_history must have 2 dimensions"),
@@ -120,12 +119,12 @@ def test_errors(change, error, match):
     call = arguments(**change)
     history = call.pop("amax_history")
     before = history.clone()
-    with raises(error, match):
+    with pytest.raises(error, match=match):
         grouped.delayed_scaling_update(history, **call)
     assert history.equal(before)
 
 
-@each("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @each_arch
 def test_kernels(arch, algorithm):
     rng = seeded(3)

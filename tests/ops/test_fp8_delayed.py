@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 import grouped
@@ -9,11 +10,9 @@ from tests.helpers import (
     SPLITS,
     U8,
     assert_same_bytes,
-    each,
     many_groups,
     offsets,
     ops,
-    raises,
     sample,
     saved,
     spans,
@@ -74,9 +73,9 @@ def check(q, x, scale, dtype, bounds):
         assert_same_bytes(held.scale_inv[g : g + 1], torch.ones(1).div_(scale[g : g + 1]))
 
 
-@each("dtype", [*FORMATS], IDS)
-@each("directions", DIRECTIONS)
-@each("splits", SPLITS)
+@pytest.mark.parametrize("dtype", [*FORMATS], ids=IDS)
+@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_ragged(splits, directions, dtype):
     offs, total = offsets(splits), sum(splits)
     options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
@@ -87,8 +86,15 @@ def test_ragged(splits, directions, dtype):
         check(q, x, scale, dtype, spans(splits))
 
 
-@each("dtype", [*FORMATS], IDS)
-@each("splits", {"ragged": (0, 7, 129, 0, 154), "one row": (1,), "uniform": None})
+@pytest.mark.parametrize("dtype", [*FORMATS], ids=IDS)
+@pytest.mark.parametrize(
+    "splits",
+    [
+        pytest.param((0, 7, 129, 0, 154), id="ragged"),
+        pytest.param((1,), id="one row"),
+        pytest.param(None, id="uniform"),
+    ],
+)
 def test_current_scaling_is_by_the_amax_that_there_is(splits, dtype):
     """Of zeros and infinities by 1, of denormals by the largest scale."""
     for source in DTYPES.values():
@@ -131,8 +137,8 @@ def test_every_bf16_value():
             assert q.amax.item() == torch.inf
 
 
-@each("direction", ["rowwise", "columnwise"])
-@each("dtype", [*FORMATS], IDS)
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("dtype", [*FORMATS], ids=IDS)
 def test_it_decodes_to_code_times_the_inverse(dtype, direction):
     x, offs, scale = sample(70, 48), offsets((33, 0, 35)), torch.tensor([3.0, 5.0, 0.7])
     q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, columnwise=True)
@@ -180,7 +186,7 @@ def test_quantizing_into_a_tensor_takes_the_scale_that_is_given():
     held = q.rowwise.scale
     grouped.quantize(x, E4M3, offs=offs, scale=held, columnwise=True, out=q)
     assert held.tolist() == [4.0, 0.5]
-    with raises(ValueError, "scale is missing"):
+    with pytest.raises(ValueError, match="scale is missing"):
         grouped.quantize(x, E4M3, offs=offs, columnwise=True, out=q)
 
 
@@ -202,7 +208,7 @@ def test_it_is_saved_compiled_and_read_by_members():
 def test_the_fused_product_has_no_scale_to_give():
     w = grouped.quantize(sample(1, 16, 32), FP8())
     codes, scales_ = w.rowwise.operand
-    with raises(ValueError, "quantize a first"):
+    with pytest.raises(ValueError, match="quantize a first"):
         ops.m_grouped_quantize_gemm(
             sample(8, 32), codes, offsets((8,)), scales_, E4M3.text, FP8().text
         )

@@ -12,19 +12,7 @@ from cute_kernels.ops.gemm import gathered
 from cute_kernels.ops.gemm.launcher import force_tile
 from cute_kernels.ops.gemm.op import MGroupedGemm
 from cute_kernels.runtime.plan_cache import clear_plan_cache
-from tests.helpers import (
-    BF16,
-    F16,
-    F32,
-    assert_same_bytes,
-    each,
-    offsets,
-    ops,
-    quantized,
-    raises,
-    sample,
-    seeded,
-)
+from tests.helpers import BF16, F16, F32, assert_same_bytes, offsets, ops, quantized, sample, seeded
 
 TOKENS = 50
 
@@ -92,7 +80,9 @@ NARROW, WIDE = (
 SWAPPED, SQUARE, TALL = Sm90Tile(128, 128, swap_ab=True), Sm90Tile(128, 128), Sm90Tile(256, 128)
 
 
-@each("text", ["nvfp4:row_scaled", "mxfp8", "fp8_block", "fp8_block:pow2_scales=false"])
+@pytest.mark.parametrize(
+    "text", ["nvfp4:row_scaled", "mxfp8", "fp8_block", "fp8_block:pow2_scales=false"]
+)
 def test_rows_of_codes(text):
     x, w, rows = sample(TOKENS, 384), sample(2, 24, 384), index_of(150)
     weights = (
@@ -138,7 +128,7 @@ MODES = {
 }
 
 
-@each(
+@pytest.mark.parametrize(
     ("case", "mode"),
     [(case, mode) for case in CASES for mode in ({}, *MODES.get(case, ()))],
     ids=str,
@@ -169,7 +159,7 @@ SM100_CASES = {
 SM100_MODES = ({}, {"races": True}, *({"mode": "chaos", "seed": seed} for seed in range(3)))
 
 
-@each("case", SM100_CASES)
+@pytest.mark.parametrize("case", SM100_CASES.values(), ids=SM100_CASES)
 def test_sm100(case):
     op, tile, (arguments, rows) = case
     for mode in SM100_MODES if len(arguments[2]) > 3 else SM100_MODES[:1]:
@@ -177,7 +167,7 @@ def test_sm100(case):
             check(op, arguments, rows, "sm_100a", name="emulated:sm_100a", **mode)
 
 
-@each("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_every_architecture(arch, monkeypatch):
     """By the choice of a tile; strided operands, and rows that are gathered first."""
     (x, w, *rest), rows = fprop((9, 0, 5), 24, 64, tail=2)
@@ -210,7 +200,9 @@ W4A16_CASES = {
 }
 
 
-@each(("case", "dtype"), [*((case, BF16) for case in W4A16_CASES), ("uneven", F16)])
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, BF16) for case in W4A16_CASES), ("uneven", F16)]
+)
 def test_w4a16_gathers_as_it_rearranges(case, dtype):
     """Without a gathered copy in memory, which the launches show."""
     sizes, n, k, tokens = W4A16_CASES[case]
@@ -238,7 +230,7 @@ def test_what_no_kernel_gathers():
     w = quantized(sample(1, 16, 128), "fp8_block:block=128x128")
     formats = {"a_format": "fp8_block", "b_format": "fp8_block:block=128x128"}
     given = {"a_scales": x[1:], "b_scales": w[1:], "rows": index_of(9), **formats}
-    with backend("emulated:sm_100a"), raises(UnsupportedError, "codes by an index"):
+    with backend("emulated:sm_100a"), pytest.raises(UnsupportedError, match="codes by an index"):
         ops.m_grouped_gemm(x[0], w[0], offsets((9,)), **given)
 
 
@@ -259,7 +251,7 @@ def both(product, arguments, side, index):
     return results
 
 
-@each("transpose_b", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
 def test_gradients(transpose_b):
     (x, w, offs, bias, *_), rows = fprop(
         (9, 0, 5), 24, 16, dtype=F32, bias=True, transpose_b=transpose_b

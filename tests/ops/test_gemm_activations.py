@@ -20,13 +20,11 @@ from tests.helpers import (
     NVFP4_TEXTS,
     assert_all_same,
     assert_same_bytes,
-    each,
     m_grouped_arguments,
     offsets,
     ops,
     poisoned,
     quantized,
-    refusals,
     sample,
 )
 
@@ -148,7 +146,7 @@ ALL = [
 ]
 
 
-@each(("i", "arch", "args", "tile", "options"), ALL)
+@pytest.mark.parametrize(("i", "arch", "args", "tile", "options"), ALL)
 def test_kernels(i, arch, args, tile, options):
     mode = MODES[i % len(MODES)]
     given = arguments(*args, **{"sizes": SIZES if i < 2 else (0, 5, 0, 36)} | options)
@@ -326,7 +324,7 @@ QUANTIZED = {
 }
 
 
-@each(
+@pytest.mark.parametrize(
     ("arch", "case"),
     [(name.split(",")[0], case) for name, case in QUANTIZED.items()],
     ids=list(QUANTIZED),
@@ -352,7 +350,7 @@ def test_quantized_output(arch, case):
         assert_all_same(outputs, quantized)
 
 
-@each(
+@pytest.mark.parametrize(
     ("formats", "taken"),
     [((None, None), False), (("nvfp4", "nvfp4"), False), (("fp8_block", SQUARES), True)],
 )
@@ -365,7 +363,7 @@ def test_layers_quantize_results_where_that_was_timed(formats, taken):
     assert found is taken
 
 
-@each("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation):
     for kind in ("plain plain", "mxfp8 mxfp8", "mxfp8 nvfp4"):
         given = arguments(
@@ -379,7 +377,7 @@ def test_every_activation(activation):
         assert_all_same(ops.m_grouped_gemm_activate(*given), expected("", given))
 
 
-@each(
+@pytest.mark.parametrize(
     ("tile", "mode"),
     [("256x16 swapped", {"races": True}), ("256x160 swapped fitted", {"mode": "chaos", "seed": 1})],
 )
@@ -393,8 +391,8 @@ def test_rows_by_an_index(tile, mode):
         )
 
 
-@each("arch", ["sm_90a", "sm_100a"])
-@each("index", [None, index_of(20, 15).clamp(0, 19)], ids=["rows", "index"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("index", [None, index_of(20, 15).clamp(0, 19)], ids=["rows", "index"])
 def test_rows_are_quantized_on_the_way(index, arch):
     for fmt, b_format, n in ((BY_ROW, "nvfp4", 512), ("fp8_block", SQUARES, 256)):
         a, offs = sample(20, 144), offsets((5, 0, 12))
@@ -456,8 +454,8 @@ def refused(change):
     ops.m_grouped_gemm_activate(*arguments(**given), to)
 
 
-test_refuses = refusals(
-    refused,
+@pytest.mark.parametrize(
+    ("change", "message"),
     [
         (
             {"activation": "silu", "interleaved": True},
@@ -472,8 +470,10 @@ test_refuses = refusals(
             "amax is of results that are quantized to a format with a second level",
         ),
     ],
-    ValueError,
 )
+def test_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        refused(change)
 
 
 def test_what_no_kernel_takes_says_so():
@@ -522,7 +522,7 @@ def test_what_no_kernel_takes_says_so():
             512,
             "swiglu",
             BY_ROW,
-            "no part of a row knows the amax of the row",
+            "a tile of a GEMM holds part of a row",
         ),
     ):
         given = arguments(kind, n, 128, activation, keeps_z=False)

@@ -1,5 +1,6 @@
 """The GEMM ops on emulated sm_100a kernels: the same bits as the reference that adds like them."""
 
+import pytest
 import torch
 
 from cute_kernels import UnsupportedError, backend
@@ -14,12 +15,10 @@ from tests.helpers import (
     NVFP4_TEXTS,
     assert_all_same,
     assert_same_bytes,
-    each,
     ends,
     m_grouped_arguments,
     offsets,
     ops,
-    raises,
     sample,
 )
 
@@ -53,7 +52,7 @@ PRODUCTS = {
 }
 
 
-@each("case", [*PRODUCTS])
+@pytest.mark.parametrize("case", [*PRODUCTS])
 def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
     arguments = PRODUCTS[case]()
     with backend("reference:sm_100a"):
@@ -64,8 +63,8 @@ def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
     assert_same_bytes(got, want)
 
 
-@each("transpose_b", [False, True], ["fprop", "dgrad"])
-@each(
+@pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
+@pytest.mark.parametrize(
     ("arch", "text"),
     [
         *(("sm_90a", text) for text in ("fp8", "fp8_block:block=128x128", "mxfp8")),
@@ -103,9 +102,9 @@ def test_no_rows():
 def test_what_the_kernels_refuse_says_why():
     x, w = torch.ones(4, 12), torch.ones(1, 8, 12)
     with backend("emulated:sm_100a"):
-        with raises(UnsupportedError, "float32"):
+        with pytest.raises(UnsupportedError, match="float32"):
             ops.m_grouped_gemm(x, w, offsets((4,)))
-        with raises(UnsupportedError, "K must be a positive multiple"):
+        with pytest.raises(UnsupportedError, match="K must be a positive multiple"):
             ops.m_grouped_gemm(x.bfloat16(), w.bfloat16(), offsets((4,)))
 
 
@@ -138,5 +137,9 @@ def test_a_forced_tile_is_used_and_gives_the_same_bits(monkeypatch):
 def test_a_tile_that_a_product_cannot_have_is_refused():
     swapped = next(tile for tile in SM100_TILES if tile.swap_ab)
     x = sample(sum(SPLITS), 32).bfloat16()
-    with backend("emulated:sm_100a"), force_tile(swapped), raises(UnsupportedError, "swap_ab"):
+    with (
+        backend("emulated:sm_100a"),
+        force_tile(swapped),
+        pytest.raises(UnsupportedError, match="swap_ab"),
+    ):
         ops.k_grouped_gemm(x, x, offsets(SPLITS))

@@ -1,9 +1,10 @@
+import pytest
 import torch
 
 from cute_kernels import backend
 from cute_kernels.formats import parse
 from cute_kernels.runtime.backend import BACKENDS
-from tests.helpers import NVFP4_TEXTS, assert_same_buffers, each, offsets, ops, sample
+from tests.helpers import NVFP4_TEXTS, assert_same_buffers, offsets, ops, sample
 
 NAMES = [name for name in BACKENDS if name == "reference" or name.startswith("emulated")]
 SPLITS = (3, 5, 12, 10, 1, 9, 5)
@@ -33,8 +34,8 @@ def on(name, call, x, offs, amax):
     )
 
 
-@each("call", CALLS)
-@each("name", NAMES)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_sign_of_an_amax_is_dropped(name, call):
     x, offs = sample(sum(SPLITS), 64), offsets(SPLITS)
     assert_same_buffers(
@@ -42,9 +43,9 @@ def test_the_sign_of_an_amax_is_dropped(name, call):
     )
 
 
-@each("call", CALLS)
-@each("uniform", [False, True])
-@each("name", NAMES)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("name", NAMES)
 def test_groups_without_elements_keep_the_given_amax(name, uniform, call):
     x = torch.empty(*((2, 0) if uniform else (0,)), 32)
     text, rowwise, columnwise = call

@@ -16,7 +16,6 @@ from tests.helpers import (
     U8,
     assert_all_same,
     dequantize_arguments,
-    each,
     ends,
     k_grouped_arguments,
     m_grouped_arguments,
@@ -242,7 +241,7 @@ def call(op, arguments):
     return results if isinstance(results, list) else [results]
 
 
-@each(("name", "layout", "where"), CASES)
+@pytest.mark.parametrize(("name", "layout", "where"), CASES)
 def test_any_layout_gives_the_bits_of_a_dense_copy(name, layout, where):
     op, make = CALLS[name]
     leaves, structure = tree_flatten(list(make()))
@@ -288,7 +287,7 @@ def written():
     yield out
 
 
-@each("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_outputs_that_kernels_cannot_write_keep_the_rest(arch):
     with backend(f"reference:{arch}"):
         want = list(written())

@@ -15,7 +15,6 @@ from tests.helpers import (
     I32,
     assert_all_same,
     assert_same_bytes,
-    each,
     each_arch,
     many_groups,
     ops,
@@ -57,14 +56,14 @@ def loop(ids, experts):
 SHAPES = [(1, 1, 1), (7, 2, 5), (33, 8, 20), (5, 3, 600), (0, 2, 3), (40, 1, 4), (3, 0, 2)]
 
 
-@each(("tokens", "top_k", "experts"), SHAPES)
-@each("dtype", [I32, torch.int64])
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), SHAPES)
+@pytest.mark.parametrize("dtype", [I32, torch.int64])
 def test_routing(tokens, top_k, experts, dtype):
     ids = ids_of(tokens, top_k, experts, dtype=dtype)
     assert_all_same(ops.compute_routing(ids, experts), loop(ids, experts))
 
 
-@each("dtype", [I32, torch.int64])
+@pytest.mark.parametrize("dtype", [I32, torch.int64])
 @each_arch
 def test_routing_kernels(arch, dtype, monkeypatch):
     """One CTA and a cluster, one window of experts and several, whole rounds of a warp and not."""
@@ -124,7 +123,7 @@ def routed(case, tokens=7):
     return [*out, ops.moe_route_gradient(*given), ops.moe_route_gradient(*given, True)]
 
 
-@each("case", ROUTERS)
+@pytest.mark.parametrize("case", ROUTERS)
 def test_router_kernels(case):
     want, at = routed(case), ROUTERS.index(case)
     for arch in ARCHITECTURES[: 1 if at > 2 else 2]:
@@ -173,7 +172,7 @@ def test_what_is_no_row_is_left_out():
     assert weight.grad.isnan().tolist() == [[True, False, False], [False] * 3]
 
 
-@each("given", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("given", [torch.inf, -torch.inf, torch.nan])
 def test_gradients_of_a_sum_with_pairs_that_are_absent(given):
     """Whatever dy holds: absent pairs have zeros, and no row takes what another token was given."""
     row = torch.tensor([[0, -1, 2], [-1, 9, 2**31 - 1], [4, 1, -(2**31)]], dtype=I32)
@@ -232,7 +231,7 @@ def test_gather_and_combine_kernels(arch, monkeypatch):
         assert not ops.moe_combine(torch.ones(3, 8), none[1][:, :0]).any()
 
 
-each_activation = each(
+each_activation = pytest.mark.parametrize(
     ("name", "dtype", "cols", "interleaved"),
     [
         *(("swiglu", BF16, 264, False), ("clamped_swiglu:limit=2.0", F32, 24, True)),
@@ -345,7 +344,7 @@ QUANTIZED = [
 ]
 
 
-@each("case", QUANTIZED)
+@pytest.mark.parametrize("case", QUANTIZED)
 @each_arch
 def test_gradients_are_quantized_where_they_are_made(arch, case, monkeypatch):
     """With the bits of the ops that this stands for, over poison; counters are left at zero."""
@@ -408,8 +407,8 @@ GATHERED = [
 ]
 
 
-@each(("text", "way", "act"), GATHERED)
-@each("arch", ("reference", *ARCHITECTURES))
+@pytest.mark.parametrize(("text", "way", "act"), GATHERED)
+@pytest.mark.parametrize("arch", ("reference", *ARCHITECTURES))
 def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
     """The bits of gathering first, by kernels over poison; in a GEMM, too."""
     x, _, _, _, _ = operands(50, 320 if act else 160, dtype=BF16)
@@ -464,7 +463,7 @@ TILES_OF_ROWS = [
 ]
 
 
-@each("case", TILES_OF_ROWS)
+@pytest.mark.parametrize("case", TILES_OF_ROWS)
 @each_arch
 def test_tiles_of_rows_by_an_index(arch, case):
     """Over poison, with an index past the last row that is of none, and more tiles than an SM has
@@ -506,7 +505,7 @@ BY_TOKEN = [
 ]
 
 
-@each("case", BY_TOKEN)
+@pytest.mark.parametrize("case", BY_TOKEN)
 @each_arch
 def test_tokens_are_read_once(arch, case):
     """With the bits of one read a row, poison where that leaves it; as a GEMM's operand, too."""

@@ -13,7 +13,7 @@ import grouped
 from cute_kernels import backend
 from cute_kernels.runtime import replay
 from cute_kernels.runtime.plan_cache import clear_plan_cache
-from tests.helpers import BF16, F32, assert_all_same, each, ops, raises, seeded
+from tests.helpers import BF16, F32, assert_all_same, ops, seeded
 
 EMULATED = "emulated:sm_90a"
 
@@ -56,7 +56,7 @@ def step(moe, x, dy=lambda y: y.detach() * 0.5):
     return [y, *torch.autograd.grad(y, leaves, dy(y))]
 
 
-every_recipe = each(
+every_recipe = pytest.mark.parametrize(
     "recipe", [grouped.recipes.BF16(), grouped.recipes.FP8Block()], ids=["bf16", "fp8-block"]
 )
 
@@ -113,7 +113,7 @@ WAYS = {
 
 
 @every_recipe
-@each("way", list(WAYS))
+@pytest.mark.parametrize("way", list(WAYS))
 def test_steps(recordings, recipe, way):
     """Forward and backward of router and experts; those of experts not where they are written, or
     cut, elsewhere.
@@ -142,7 +142,7 @@ def test_steps(recordings, recipe, way):
     with backend(EMULATED):
         x = tokens(0).requires_grad_()
         (dx,) = torch.autograd.grad(moe(x).float().square().sum(), x, create_graph=True)
-        with raises(RuntimeError, "differentiated twice"):
+        with pytest.raises(RuntimeError, match="differentiated twice"):
             dx.sum().backward()
 
 
@@ -175,7 +175,7 @@ def values(width=16):
     return torch.tensor([[0, 1], [2, 0], [1, 2]]), torch.randn(3, width).bfloat16()
 
 
-@each("what", ["reads", "foreign", "same", "aligned"])
+@pytest.mark.parametrize("what", ["reads", "foreign", "same", "aligned"])
 def test_what_is_not_repeated(recordings, what):
     foreign = torch.ones(())
 

@@ -20,7 +20,6 @@ from tests.helpers import (
     assert_all_same,
     assert_same_bytes,
     dequantize_arguments,
-    each,
     ends,
     k_grouped_arguments,
     m_grouped_arguments,
@@ -28,7 +27,6 @@ from tests.helpers import (
     ops,
     poisoned,
     quantized,
-    raises,
     sample,
 )
 
@@ -293,7 +291,9 @@ for text in TEXTS:
         ("grouped_dequantize", f"{text}, columnwise", lambda t=text: decoding(t, True)),
     ]
 CASES.append(("grouped_quantize", "fp8_block, uniform", lambda: (w(2, 5, 160), "fp8_block")))
-each_case = each(("name", "make"), {f"{name}: {case}": (name, make) for name, case, make in CASES})
+each_case = pytest.mark.parametrize(
+    ("name", "make"), [pytest.param(name, make, id=f"{name}: {case}") for name, case, make in CASES]
+)
 
 
 def outputs_like(name, results, make=poisoned):
@@ -338,7 +338,9 @@ def test_every_op_has_a_case():
     assert named | {f"{name}_out" for name in named} | set(IN_PLACE) == registered()
 
 
-@each(("name", "make"), {name: (name, make) for name, make in IN_PLACE.items()})
+@pytest.mark.parametrize(
+    ("name", "make"), [pytest.param(name, make, id=name) for name, make in IN_PLACE.items()]
+)
 def test_versions_count_what_is_written_in_place(name, make):
     op, given = getattr(ops, name).default, make()
     opcheck(op, given)
@@ -429,14 +431,14 @@ def test_every_out_form_bumps_what_it_writes_and_nothing_else(monkeypatch, name,
     assert [t._version for t in tensors(arguments)] == read
 
 
-@each("where", ["reference", "reference:sm_90a", "emulated:sm_100a"])
+@pytest.mark.parametrize("where", ["reference", "reference:sm_90a", "emulated:sm_100a"])
 def test_a_buffer_saved_for_backward_and_then_overwritten_raises(where):
     x = sample(15, 32)
     amax = torch.ones(3)
     y = (torch.rand(3, requires_grad=True) * amax).sum()
     with backend(where):
         ops.grouped_amax_out(x, OFFS, amax=amax)
-    with raises(RuntimeError, "modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
 

@@ -17,7 +17,6 @@ from tests.helpers import (
     F32,
     I32,
     dequantize_arguments,
-    each,
     k_grouped_arguments,
     m_grouped_arguments,
     offsets,
@@ -213,7 +212,7 @@ def call(op, fmt, dtype, **options):
         CALLS[op](fmt, dtype, **options)
 
 
-@each(("op", "fmt", "arch", "dtype", "prepacked"), list(combinations()))
+@pytest.mark.parametrize(("op", "fmt", "arch", "dtype", "prepacked"), list(combinations()))
 def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
     facts = {"prepacked": prepacked}
     status = support(op, fmt, arch, dtype=dtype, **facts)
@@ -232,7 +231,7 @@ def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
                 call(op, fmt, dtype, **options)
 
 
-@each("core", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("core", ["sm_90a", "sm_100a"])
 def test_a_reference_that_adds_like_a_tensor_core_takes_what_that_does(core):
     with backend(f"reference:{core}"):
         for fmt, dtype in ((NVFP4(), BF16), (None, F32)):

@@ -9,7 +9,6 @@ import pytest
 from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import page
 from perf.dashboard.things import payload
-from tests.helpers import each
 
 from .dashboard_records import CURRENT, RECORDS, all_committed, save_numerics
 
@@ -51,7 +50,7 @@ def shown(folder, which, view):
     return re.findall(r"<h1[^>]*>(.*?)</h1>", main), re.sub("<[^>]*>", " ", main), main
 
 
-@each(
+@pytest.mark.parametrize(
     ("which", "view"), [*(("made", v) for v in MADE), *(("committed", v) for v in ("", *PLOTS[:2]))]
 )
 def test_views_are_drawn(folder, which, view):
@@ -75,6 +74,8 @@ def test_views_are_drawn(folder, which, view):
                 assert f'title="{record.value:g} us, {record.commit}"' in main
 
 
-@each(("view", "title"), [("view=numerics", "page"), ("view=case&case=none", "case")])
+@pytest.mark.parametrize(
+    ("view", "title"), [("view=numerics", "page"), ("view=case&case=none", "case")]
+)
 def test_there_is_no_such_view(folder, view, title):
     assert shown(folder, "committed", view)[0] == [f"No such {title}"]

@@ -1,7 +1,8 @@
+import pytest
+
 import cute_kernels
 from cute_kernels.kernels.gemm.sm90.config import SM90_TILES
 from perf import sanitize
-from tests.helpers import each
 
 #: Which argument of an op of a part is a format.
 OPS = {
@@ -11,7 +12,7 @@ OPS = {
 }
 
 
-@each("part", [*OPS])
+@pytest.mark.parametrize("part", [*OPS])
 def test_parts_run(monkeypatch, capsys, part):
     name, position = OPS[part]
     op, called = getattr(sanitize.ops, name), set()

@@ -1,14 +1,15 @@
+import pytest
 import torch
 import torch.nn.functional as F
 
 from cute_kernels.formats.activations import ACTIVATIONS, Activation
 from cute_kernels.reference.activations import activate, activate_gradient, exp, sigmoid, tanh
-from tests.helpers import assert_same_bytes, each, every_16_bits
+from tests.helpers import assert_same_bytes, every_16_bits
 from tests.reference import activation_oracle as oracle
 
 CLAMPED = Activation("clamped_swiglu", alpha=1.5, limit=2.0)
 EVERY = [*map(Activation, ACTIVATIONS), CLAMPED]
-every_activation = each("act", EVERY, lambda a: a.text)
+every_activation = pytest.mark.parametrize("act", EVERY, ids=lambda a: a.text)
 FUNCTIONS = {
     "exp": (exp, oracle.exp),
     "tanh": (tanh, oracle.tanh),
@@ -42,7 +43,7 @@ def as_numpy(function, *arguments):
         return torch.from_numpy(function(*(x.numpy() for x in arguments)))
 
 
-@each("name", [*FUNCTIONS])
+@pytest.mark.parametrize("name", [*FUNCTIONS])
 def test_bits_of_functions(name):
     function, written_again = FUNCTIONS[name]
     x = numbers()

@@ -1,6 +1,7 @@
 import functools
 from fractions import Fraction
 
+import pytest
 import torch
 
 from cute_kernels.formats import E4M3, E5M2, E8M0, MXFP8, FP8Block
@@ -14,7 +15,6 @@ from tests.helpers import (
     assert_all_same,
     assert_same_bytes,
     beside,
-    each,
     every_16_bits,
 )
 from tests.reference import block_oracle
@@ -50,13 +50,13 @@ def test_e8m0_rounds_up_at_and_beside_every_power():
     assert conversions.encode_e8m0(specials).tolist() == [0, 0, 0, 254, 255, 254, 127]
 
 
-@each("element", [E4M3, E5M2], ids=lambda e: e.name)
-@each(
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda e: e.name)
+@pytest.mark.parametrize(
     "make",
     [MXFP8, FP8Block, functools.partial(FP8Block, pow2_scales=False)],
-    ["mxfp8", "fp8_block", "fp32 scales"],
+    ids=["mxfp8", "fp8_block", "fp32 scales"],
 )
-@each("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_the_scale_of_every_amax(dtype, make, element):
     """MXFP8's is the smallest power of two by which the amax becomes an FP8 number without
     saturating.

@@ -2,13 +2,14 @@ import itertools
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_kernels.formats import E2M1, E4M3, E5M2
 from cute_kernels.reference import conversions
-from tests.helpers import BF16, F16, U8, assert_same_bytes, beside, each, ends, every_16_bits, ops
+from tests.helpers import BF16, F16, U8, assert_same_bytes, beside, ends, every_16_bits, ops
 from tests.reference import block_oracle, oracle
 
 
@@ -26,7 +27,7 @@ ELEMENTS = {
 }
 
 
-@each("element", ELEMENTS.keys(), [e.name for e in ELEMENTS])
+@pytest.mark.parametrize("element", ELEMENTS.keys(), ids=[e.name for e in ELEMENTS])
 def test_every_16_bit_number_and_beside_every_boundary(element):
     convert, table = ELEMENTS[element]
     table = [*table, 2 * table[-1] - table[-2]]  # and what would be next
@@ -60,7 +61,7 @@ def test_codes_pack_low_nibble_first_and_unpack_to_their_values():
     assert_same_bytes(conversions.pack_codes(conversions.encode_e2m1(got)), packed)
 
 
-@each("amax", [2688.0, 6.0, 1.7, 1e-36, 3e38, math.inf])
+@pytest.mark.parametrize("amax", [2688.0, 6.0, 1.7, 1e-36, 3e38, math.inf])
 def test_every_bf16_number_as_the_amax_of_a_block(amax):
     """One number a block: its scale is the rounding of the number itself."""
     values = every_16_bits(BF16).float()

@@ -1,9 +1,9 @@
+import pytest
 import torch
 
 from tests.helpers import (
     F32,
     dequantize_arguments,
-    each,
     ends,
     k_grouped_arguments,
     m_grouped_arguments,
@@ -15,8 +15,8 @@ from .test_quantize import every_format
 NO_ROWS = ends(0, 0, 0)
 
 
-@each("columnwise", [False, True])
-@each("uniform", [False, True])
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("uniform", [False, True])
 @every_format
 def test_dequantize_no_rows(text, columnwise, uniform):
     x = torch.ones(*((3, 0) if uniform else (0,)), 64)
@@ -26,7 +26,7 @@ def test_dequantize_no_rows(text, columnwise, uniform):
     assert out.shape == x.shape
 
 
-@each("shape", [(0, 16), (5, 0), (2, 5, 0), (2, 0, 16)])
+@pytest.mark.parametrize("shape", [(0, 16), (5, 0), (2, 5, 0), (2, 0, 16)])
 def test_amax_of_nothing_is_zero(shape):
     offs = None if len(shape) == 3 else ends(0, 0)
     assert ops.grouped_amax(torch.ones(shape), offs).tolist() == [0.0, 0.0]

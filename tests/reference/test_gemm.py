@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from cute_kernels.ops.checks import unchecked_end_rows
@@ -8,7 +9,6 @@ from tests.helpers import (
     assert_all_same,
     assert_same_bytes,
     dequantize_arguments,
-    each,
     ends,
     offsets,
     ops,
@@ -37,7 +37,7 @@ def test_wgrad_of_an_empty_group_is_zero_or_unchanged():
 GARBAGE = [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1], [0, 0]]
 
 
-@each("rows", GARBAGE, str)
+@pytest.mark.parametrize("rows", GARBAGE, ids=str)
 @unchecked_end_rows()
 def test_garbage_offsets_act_as_their_clamped_values(rows):
     x, w = sample(40, 32), sample(2, 24, 32)
@@ -59,9 +59,9 @@ def test_garbage_offsets_act_as_their_clamped_values(rows):
     assert (out[40:] == 7.0).all() and (out[int(legal[-1]) : 40] == 7.0).all()
 
 
-@each("dtype", DTYPES)
-@each("out_dtype", DTYPES)
-@each("transpose_b", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("transpose_b", [False, True])
 def test_plain_fprop_is_the_fp64_product_rounded(dtype, out_dtype, transpose_b):
     splits = (20, 0, 33, 1)
     x, offs = torch.randn(58).repeat(70, 1).T.to(dtype), offsets(splits)
@@ -83,8 +83,8 @@ def test_plain_fprop_is_the_fp64_product_rounded(dtype, out_dtype, transpose_b):
     assert (total[54:] == 3.0).all()
 
 
-@each("dtype", DTYPES)
-@each("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=DTYPES)
 def test_plain_wgrad_is_the_fp64_product_rounded(dtype, out_dtype):
     splits = (20, 0, 33)
     a, b = torch.randn(55, 8).to(dtype), torch.randn(55, 12).to(dtype)

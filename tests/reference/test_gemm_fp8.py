@@ -1,6 +1,7 @@
 import itertools
 import math
 
+import pytest
 import torch
 
 from cute_kernels.formats import parse
@@ -10,7 +11,6 @@ from tests.helpers import (
     F16,
     F32,
     assert_same_bytes,
-    each,
     k_grouped_arguments,
     m_grouped_arguments,
     many_groups,
@@ -59,10 +59,10 @@ KINDS = FP8_KINDS | NVFP4_PAIRS
 #: Formats whose K need not fill the last block.
 RAGGED_K = {name: pair for name, pair in PAIRS.items() if parse(pair[0]).k_multiple == 16}
 
-each_pair = each("pair", PAIRS)
-each_kind = each("pair", KINDS)
-each_fp8 = each("pair", FP8_KINDS)
-each_way = each("transpose_b", [False, True], ids=["fprop", "dgrad"])
+each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+each_kind = pytest.mark.parametrize("pair", KINDS.values(), ids=KINDS)
+each_fp8 = pytest.mark.parametrize("pair", FP8_KINDS.values(), ids=FP8_KINDS)
+each_way = pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
 
 
 def texts(pair):
@@ -185,8 +185,8 @@ def test_wgrad_bits(pair):
 
 
 @each_way
-@each("pair", RAGGED_K)
-@each("depth", [16, 48, 112, 144, 272])
+@pytest.mark.parametrize("pair", RAGGED_K.values(), ids=RAGGED_K)
+@pytest.mark.parametrize("depth", [16, 48, 112, 144, 272])
 def test_k_need_not_fill_a_block(pair, transpose_b, depth):
     case = Product(pair, (2, 1), 16, depth, transpose_b=transpose_b)
     want = torch.zeros(len(case.x), 16)
@@ -219,7 +219,7 @@ def test_1500_groups(pair):
 
 
 @each_kind
-@each("accumulate", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
 def test_out_leaves_tail_and_empty_groups_alone(pair, accumulate):
     case = Product(pair, (20, 0, 12), tail=9)
     functional = case.run()
@@ -248,7 +248,7 @@ def test_nan_stays_in_its_row_and_group(pair):
 
 @each_way
 @each_fp8
-@each("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_plain_activations_beside_quantized_weights(pair, transpose_b, dtype):
     case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
     bias, alpha = torch.randn(3, 32), torch.tensor([1.7, 2.0, -0.3])

@@ -1,5 +1,6 @@
 import itertools
 
+import pytest
 import torch
 
 import cute_kernels
@@ -8,7 +9,6 @@ from tests.helpers import (
     F32,
     assert_all_same,
     assert_same_bytes,
-    each,
     k_grouped_arguments,
     m_grouped_arguments,
     offsets,
@@ -37,8 +37,8 @@ def copy_of(text, *shape, columnwise=False):
     )
 
 
-@each(("a_bound", "b_bound"), [*itertools.product((256, 448), (256, 448))])
-@each("by_row", [False, True])
+@pytest.mark.parametrize(("a_bound", "b_bound"), [*itertools.product((256, 448), (256, 448))])
+@pytest.mark.parametrize("by_row", [False, True])
 def test_each_side_has_its_own_bound(a_bound, b_bound, by_row):
     a_text = BOUNDS[a_bound].replace("nvfp4:", "nvfp4:row_scaled,") if by_row else BOUNDS[a_bound]
     b_text = SQUARES if b_bound == 256 else SQUARES + ",e4m3_max=448"
@@ -62,8 +62,8 @@ def test_wgrad_reads_whole_blocks_of_a_transformed_copy():
         assert (got[g] - exact).norm() <= 0.3 * exact.norm()
 
 
-@each("text", [TRANSFORMED, STOCHASTIC])
-@each("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
+@pytest.mark.parametrize("text", [TRANSFORMED, STOCHASTIC])
+@pytest.mark.parametrize("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
 def test_codes_are_multiplied_as_those_of_plain_nvfp4(text, backend):
     """A variant is in how codes come about: any accumulator gives the bits of the same codes."""
     a, w = copy_of(text, sum(SPLITS), K), copy_of(text, 3, N, K)

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 import torch
 
 from cute_kernels.formats import parse
@@ -11,7 +12,6 @@ from tests.helpers import (
     assert_same_buffers,
     assert_same_bytes,
     dequantize_arguments,
-    each,
     ends,
     many_groups,
     offsets,
@@ -68,10 +68,10 @@ _BLOCKS = (
 )
 RULES = {text: rules_of(text) for text in _BLOCKS}
 TEXTS = [*NVFP4, *RULES]
-every_format = each("text", TEXTS)
-every_text = each("text", [*TEXTS, *VARIANTS])
-every_nvfp4 = each("text", [*NVFP4])
-every_dtype = each("dtype", DTYPES)
+every_format = pytest.mark.parametrize("text", TEXTS)
+every_text = pytest.mark.parametrize("text", [*TEXTS, *VARIANTS])
+every_nvfp4 = pytest.mark.parametrize("text", [*NVFP4])
+every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
 def buffer_names(text, rowwise=True, columnwise=True):
@@ -152,13 +152,13 @@ def check_out_form(x, text, offs, like, amax=None):
 
 
 @every_text
-@each("splits", SPLITS)
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_ragged_splits(splits, text):
     check(sample(sum(splits), 96 if text in RULES else 48), text, offsets(splits))
 
 
 @every_text
-@each("cols", [1, 2, 3, 4, 5, 9, 17])
+@pytest.mark.parametrize("cols", [1, 2, 3, 4, 5, 9, 17])
 def test_widths(cols, text):
     check(sample(47, cols * parse(text).k_multiple), text, offsets((17, 0, 30)))
 
@@ -182,18 +182,20 @@ def test_amaxes_from_denormal_to_the_largest(dtype, text):
 
 
 @every_format
-@each("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3.4e38])
+@pytest.mark.parametrize("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3.4e38])
 def test_constant_input(value, text):
     check(torch.full((18, 64), value), text, offsets((1, 17)))
 
 
 @every_text
-@each("shape", [(1, 1, 32), (2, 0, 32), (2, 40, 96), (3, 128, 32), (2, 130, 160)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 32), (2, 0, 32), (2, 40, 96), (3, 128, 32), (2, 130, 160)], ids=str
+)
 def test_uniform_groups(shape, text):
     check(sample(*shape), text)
 
 
-@each("text", ["nvfp4", *RULES])
+@pytest.mark.parametrize("text", ["nvfp4", *RULES])
 def test_more_than_a_thousand_groups(text):
     offs = many_groups()
     check(sample(int(offs[-1]) + 3, parse(text).k_multiple), text, offs)
@@ -210,7 +212,7 @@ def test_the_tail_is_neither_read_nor_written(text):
 
 
 @every_format
-@each("rows", GARBAGE, str)
+@pytest.mark.parametrize("rows", GARBAGE, ids=str)
 @unchecked_end_rows()
 def test_garbage_offsets_act_as_their_clamped_values(rows, text):
     x = sample(40, 32)
@@ -219,7 +221,7 @@ def test_garbage_offsets_act_as_their_clamped_values(rows, text):
 
 @every_dtype
 @every_format
-@each("columnwise", [False, True])
+@pytest.mark.parametrize("columnwise", [False, True])
 def test_dequantize(text, columnwise, dtype):
     x, offs = weird_values(205, 160, F32), offsets((19, 0, 41, 130, 0))
     copy = quantized(x, text, offs, columnwise=columnwise)
@@ -233,7 +235,7 @@ def test_dequantize(text, columnwise, dtype):
 
 
 @every_format
-@each("rows", [1, 128, 140])
+@pytest.mark.parametrize("rows", [1, 128, 140])
 def test_dequantize_uniform(rows, text):
     for columnwise in (False, True):
         copy = quantized(sample(3, rows, 160), text, columnwise=columnwise)
@@ -245,14 +247,14 @@ def test_dequantize_uniform(rows, text):
 
 
 @every_nvfp4
-@each("uniform", [False, True])
+@pytest.mark.parametrize("uniform", [False, True])
 def test_given_amax(uniform, text):
     amax = torch.tensor([0.3, 1e4, 0.0])  # smaller than the values, larger, and none
     x = sample(3, 20, 32)
     check(*((x, text) if uniform else (x.flatten(0, 1), text, offsets((20, 20, 20)))), amax=amax)
 
 
-@each("amax", [torch.nan, torch.inf, 1e-45, 1e-36, 3.4e38])
+@pytest.mark.parametrize("amax", [torch.nan, torch.inf, 1e-45, 1e-36, 3.4e38])
 def test_given_amax_at_the_extremes(amax):
     x = weird_values(20, 32, F32)
     check(x, "nvfp4", ends(20), amax=torch.tensor([amax]))

@@ -1,6 +1,7 @@
 import itertools
 
 import numpy as np
+import pytest
 import torch
 
 from cute_kernels import reference
@@ -8,17 +9,7 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, round_e2m1
 from cute_kernels.reference.philox import philox4x32
 from tests.emulator.ptx import elementwise
-from tests.helpers import (
-    U8,
-    assert_same_bytes,
-    each,
-    needs_compiler,
-    offsets,
-    ops,
-    raises,
-    sample,
-    seeded,
-)
+from tests.helpers import U8, assert_same_bytes, needs_compiler, offsets, ops, sample, seeded
 from tests.reference import oracle
 
 from .oracle_variants import block_bytes
@@ -44,13 +35,13 @@ def words(*numbers):
     return tuple(torch.tensor(n) for n in numbers)
 
 
-@each(("counter", "key", "rounds", "want"), PUBLISHED)
+@pytest.mark.parametrize(("counter", "key", "rounds", "want"), PUBLISHED)
 def test_published_vectors(counter, key, rounds, want):
     assert tuple(philox4x32(words(*counter), words(*key), rounds).tolist()) == want
     assert philox_oracle(counter, key, rounds) == want
 
 
-@each("seed", [(0, 0), (-1, -1), (1 << 40, 5), (7, -(2**63)), (3, 2**63 - 1)])
+@pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (1 << 40, 5), (7, -(2**63)), (3, 2**63 - 1)])
 def test_bytes_are_those_of_the_stated_counter(seed):
     draws = reference.KeyedDraws(torch.tensor(seed), 48)
     rows = torch.tensor([0, 3, 1 << 33])
@@ -108,14 +99,14 @@ def test_rounding_to_nearest_as_values():
     assert round_e2m1(torch.tensor([torch.nan])).isnan()
 
 
-@each("missing", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("missing", ["rowwise", "columnwise"])
 def test_bytes_that_are_missing(missing):
     draws = reference.GivenDraws()
-    with raises(ValueError, f"{missing} is None"):
+    with pytest.raises(ValueError, match=f"{missing} is None"):
         (draws.rows if missing == "rowwise" else draws.tiles)(torch.arange(1))
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "seed", "error", "words"),
     [
         (SR, None, ValueError, "seed is missing.*stochastic_rounding"),
@@ -126,10 +117,10 @@ def test_bytes_that_are_missing(missing):
     ],
 )
 def test_wrong_seeds(text, seed, error, words):
-    with raises(error, words):
+    with pytest.raises(error, match=words):
         ops.grouped_quantize(sample(4, 32), text, offsets((4,)), seed=seed)
     weight = ops.grouped_quantize(sample(1, 16, 32), NVFP4().text)
-    with raises(error, words.replace("device of x", "device of a")):
+    with pytest.raises(error, match=words.replace("device of x", "device of a")):
         ops.m_grouped_quantize_gemm(
             sample(4, 32), weight[0], offsets((4,)), weight[1:], text, "nvfp4", seed=seed
         )

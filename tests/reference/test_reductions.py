@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +9,6 @@ from tests.helpers import (
     I32,
     SPLITS,
     assert_same_bytes,
-    each,
     end_rows,
     offsets,
     ops,
@@ -39,7 +39,7 @@ def test_offsets_count_past_32_bits():
     assert got.tolist() == [(g + 1) << 42 for g in range(3)]
 
 
-@each("dtype", [I32, torch.int64])
+@pytest.mark.parametrize("dtype", [I32, torch.int64])
 def test_offsets_saturate(dtype):
     info = torch.iinfo(dtype)
     for multiplier in (1, 3, 1 << 20, (1 << 31) - 1):
@@ -52,8 +52,8 @@ def test_offsets_saturate(dtype):
         assert ops.compute_offsets(torch.tensor(splits), multiplier, dtype).tolist() == want
 
 
-@each("dtype", DTYPES)
-@each("splits", SPLITS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_amax(splits, dtype):
     x = weird_values(sum(splits) + 2, 20, dtype)
     x[sum(splits) :] = torch.inf  # the tail
@@ -76,8 +76,8 @@ def tree_sum(rows):
     return rows[0]
 
 
-@each("dtype", DTYPES)
-@each("splits", [(300, 0, 1, 127, 128, 129), (0,), (1,)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("splits", [(300, 0, 1, 127, 128, 129), (0,), (1,)], ids=str)
 def test_dbias_order(splits, dtype):
     dy = sample(sum(splits) + 3, 7, dtype=dtype)
     dy[sum(splits) :] = torch.nan  # the tail

@@ -4,7 +4,7 @@ import torch
 import cute_kernels
 from cute_kernels.ops.reductions.op import GroupedAmax
 from cute_kernels.runtime.plan_cache import PLANS, PlanCache, plan_key
-from tests.helpers import F16, each, ends, m_grouped_arguments
+from tests.helpers import F16, ends, m_grouped_arguments
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ X = torch.zeros(3, 8)
 PAIR = [X, torch.zeros(3)]
 
 
-@each(
+@pytest.mark.parametrize(
     ("given", "other"),
     [
         *((X, other) for other in (X[:2], torch.zeros(8, 3).t(), X.to(F16), X.to("meta"), None)),

@@ -1,5 +1,6 @@
 import itertools
 
+import pytest
 import torch
 
 import cute_kernels
@@ -20,7 +21,7 @@ from cute_kernels.runtime.plan_cache import PLANS
 from cute_kernels.runtime.spec import resolve
 from grouped.nn import GroupedLinear
 from grouped.recipes import NVFP4, FP8Block, FP8Current, NVFP4RowScaled
-from tests.helpers import BF16, DTYPES, I32, NVFP4_TEXTS, each, ends
+from tests.helpers import BF16, DTYPES, I32, NVFP4_TEXTS, ends
 
 ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
 #: Of which SwiGLU is compiled ahead of time.
@@ -147,21 +148,21 @@ def is_quantizer(spec):
     return type(spec).__module__.startswith("cute_kernels.kernels.quantize.")
 
 
-@each("arch", ARCHITECTURES, str)
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
 def test_every_kernel_in_use_is_listed_and_no_other(arch):
     listed = aot.declared_specs(arch)
     assert len(listed) == len(set(listed))
     assert set(filter(is_quantizer, listed)) == used(arch.name)
 
 
-@each(
+@pytest.mark.parametrize(
     ("recipe", "arch"),
     [
         *itertools.product((grouped.recipes.BF16, NVFP4, NVFP4RowScaled), ARCHITECTURES),
         *itertools.product((FP8Block, FP8Current), ARCHITECTURES[:1]),
     ],
 )
-@each("features", [256, 2048])
+@pytest.mark.parametrize("features", [256, 2048])
 def test_training_and_inference_with_a_recipe_need_no_other_kernel(
     monkeypatch, recipe, features, arch
 ):
@@ -182,7 +183,7 @@ def test_training_and_inference_with_a_recipe_need_no_other_kernel(
     assert recorder.specs <= set(aot.declared_specs(arch))
 
 
-@each("arch", ARCHITECTURES, str)
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
 def test_listed_kernels_name_classes_that_exist_and_have_keys_of_their_own(arch):
     listed = aot.declared_specs(arch)
     assert len({cache_key(spec, arch).name for spec in listed}) == len(listed)

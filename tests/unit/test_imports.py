@@ -4,7 +4,9 @@ import ast
 import re
 from pathlib import Path
 
-from tests.helpers import each, needs_compiler, run_python
+import pytest
+
+from tests.helpers import needs_compiler, run_python
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ptx_emulator", "cute_kernels", "grouped")
@@ -95,7 +97,7 @@ def parse(name):
     return tree
 
 
-@each("name", [*MODULES])
+@pytest.mark.parametrize("name", [*MODULES])
 def test_imports_go_down(name):
     own = layer(name)
     for target in all_imports(parse(name), with_names=True):
@@ -135,7 +137,7 @@ def test_no_files_import_each_other():
     assert not circles({name: all_imports(parse(name)) & set(MODULES) for name in MODULES})
 
 
-@each("is_blocked", [False, True])
+@pytest.mark.parametrize("is_blocked", [False, True])
 def test_the_packages_do_not_load_the_dsl_and_work_without_it(is_blocked):
     code = f"""
 import sys, torch

@@ -10,6 +10,7 @@ from typing import Any
 
 from cutlass import Float32, Int32, Uint16, Uint32
 
+from ...arch import get_arch
 from ...formats import Format
 from ..ptx import asm
 
@@ -56,6 +57,8 @@ class Codec(abc.ABC):
         self.fmt = fmt
         self.dtype = dtype
         self.arch = arch
+        self.has_f32x2 = arch is not None and get_arch(arch).has_f32x2
+        self.has_fp4_convert = arch is not None and get_arch(arch).has_fp4_convert
         self.has_scales = fmt.scale is not None
         self.searches_scale = fmt.searches_scale
         self.block = fmt.k_multiple if fmt.scale is None else fmt.scale.vec_size

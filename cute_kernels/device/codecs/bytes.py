@@ -80,7 +80,7 @@ class ByteCodec(Codec):
 
     def _spread(self, factor: Float32) -> Float32 | Uint64:
         """A factor of several elements, twice in a register pair where two are multiplied at once."""
-        if self.multiplies_bf16 or self.arch != "sm_100a":
+        if self.multiplies_bf16 or not self.has_f32x2:
             return factor
         return asm("mov.b64 $0, {$1, $1};", [Uint64], [factor])
 
@@ -96,7 +96,7 @@ class ByteCodec(Codec):
         assert self.arch is not None
         given = [] if self.multiplies_bf16 else list(factors)
         names = [f"${len(words) + 1 + i}" for i in range(len(given))] * (_PER_WORD // len(factors))
-        body, is_paired = "", self.arch == "sm_100a" and not self.multiplies_bf16
+        body, is_paired = "", self.has_f32x2 and not self.multiplies_bf16
         if is_paired and len(given) == 1:
             pairs = products(pairs, names[0])
         for i, pair in enumerate(pairs):

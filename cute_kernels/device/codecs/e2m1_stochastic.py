@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from cutlass import Float32, Int32, Uint32, Uint64
 
+from ...arch import get_arch
 from ..ptx import asm
 from .e2m1_sm90 import byte_order
 
@@ -59,7 +60,7 @@ def encode(
     first = len(words) + 1
     *draws_in, order_in, limit_in, factor_in, scale_in = (f"${first + i}" for i in range(6))
     factors: list[Float32 | Uint64] = [factor]
-    if arch == "sm_100a":
+    if get_arch(arch).has_f32x2:
         factors = [asm("mov.b64 $0, {$1, $1};", [Uint64], [factor]), Uint64(_SCALES)]
     else:
         scale_in = _SCALE

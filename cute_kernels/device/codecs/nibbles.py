@@ -45,7 +45,7 @@ class NibbleCodec(Codec):
         """Of a multiple of eight elements."""
         step, places = self._in_rows()
         parts = [words[i : i + step] for i in range(0, len(words), step)]
-        if self.arch == "sm_90a":
+        if not self.has_fp4_convert:
             return [e2m1_sm90.encode(part, places, factor, self.dtype) for part in parts]
         pairs = row_pairs(self.dtype, step)
         return [_encode(pairs, part, factor) for part in parts]
@@ -56,7 +56,7 @@ class NibbleCodec(Codec):
         """Of a multiple of eight rows."""
         codes = []
         for c, factor in enumerate(factors):
-            if self.arch == "sm_90a":
+            if not self.has_fp4_convert:
                 how = _in_columns(c), factor, self.dtype, twist
                 codes.append([e2m1_sm90.encode(part, *how) for part in _eights(words)])
             else:

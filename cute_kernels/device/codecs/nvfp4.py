@@ -37,8 +37,9 @@ class NVFP4Codec(NibbleCodec):
 
     def __init__(self, fmt: NVFP4, dtype: str, arch: str | None = None):
         super().__init__(fmt, dtype, arch)
-        #: A reciprocal that rounds is about ten instructions, and sm_90a is short of those.
-        self.table_size = _SCALE_CODES if arch == "sm_90a" else 0
+        #: A rounded reciprocal takes about ten instructions. Kernels without packed fp32
+        #: instructions look the encode factors up instead.
+        self.table_size = 0 if arch is None or self.has_f32x2 else _SCALE_CODES
 
     def global_scale(self, amax: Float32) -> Level | FourOverSixLevel:
         """S_dec and S_enc / 6. S_enc = 2688 / amax, at most FMAX, and 1 where that is 0 or amax is.

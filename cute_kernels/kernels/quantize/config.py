@@ -10,7 +10,8 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from cute_kernels.capability import Support, UnsupportedError, refuses
+from cute_kernels.arch import get_arch
+from cute_kernels.capability import Support, UnsupportedError, why_unsupported
 from cute_kernels.formats import E4M3, Format, parse
 from cute_kernels.formats.activations import parse_activation
 
@@ -24,6 +25,9 @@ Grouping = Literal["ragged", "uniform"]
 _no = functools.partial(Support, False)
 #: K is a multiple of this whatever the format: 32 bytes of 16-bit input, which lanes load at once.
 K_MULTIPLE = 16
+
+#: Shared memory of a CTA, in bytes, that tiles in flight leave to scales, factors and barriers.
+_RESERVED_BYTES = 35 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +78,7 @@ class CopyConfig:
     grouping: Grouping = "ragged"
 
     def __post_init__(self) -> None:
-        if reason := refuses(self.fmt):
+        if reason := why_unsupported(self.fmt):
             raise UnsupportedError(f"no kernel of {self.format}: {reason}")
 
     @property
@@ -120,7 +124,8 @@ class RowsConfig(CopyConfig):
     @property
     def is_light(self) -> bool:
         """Whether elements are only multiplied and rounded: then few warps have much of a row each."""
-        return self.arch == "sm_100a" and self.fmt.scale is None and self.prologue is None
+        has_f32x2 = get_arch(self.arch).has_f32x2
+        return has_f32x2 and self.fmt.scale is None and self.prologue is None
 
     @property
     def num_compute_warps(self) -> int:
@@ -146,7 +151,8 @@ class RowsConfig(CopyConfig):
         H200, of SwiGLU twice as fast (perf/results/quantize_h200.md). sm_100a was not measured;
         tile by tile it executes fewer instructions where blocks have scales.
         """
-        return self.computes_amax or self.arch == "sm_90a" or self.fmt.scale is None
+        is_measured = get_arch(self.arch).tuned_by == "time"
+        return self.computes_amax or is_measured or self.fmt.scale is None
 
     @property
     def num_teams(self) -> int:
@@ -170,7 +176,7 @@ class RowsConfig(CopyConfig):
                 "prologue": problem.prologue,
             }
             if (
-                arch == "sm_90a"
+                get_arch(arch).tuned_by == "time"
                 and problem.prologue is not None
                 and problem.prologue.activation is not None
             ):
@@ -221,7 +227,7 @@ class ValuesConfig(RowsConfig):
     teams: ClassVar[tuple[tuple[int, int], ...]] = RowsConfig.teams[1:]
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
-        if (self.arch, self.grouping) != ("sm_90a", "ragged"):
+        if self.grouping != "ragged" or get_arch(self.arch).has_block_scaled_mma:
             return _no("values are for ragged operands on sm_90a")
         if (scale := self.fmt.scale) is None or (scale.element, scale.vec_size) != (E4M3, 16):
             return _no(f"values are of codes with e4m3 scales of 16, not of {self.format}")
@@ -335,7 +341,9 @@ class TileConfig(CopyConfig):
     @property
     def num_tiles(self) -> int:
         """Tiles in shared memory: those in flight, 192 KiB of them, or one a team that makes it."""
-        return self.num_teams if self.makes_tiles else 6 * 32768 // self.tile_bytes
+        if self.makes_tiles:
+            return self.num_teams
+        return (get_arch(self.arch).smem_bytes - _RESERVED_BYTES) // self.tile_bytes
 
     @property
     def num_stages(self) -> int:

@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
+from cute_kernels.arch import get_arch
 from cute_kernels.device.absmax import absmax_words, fmax, warp_max
-from cute_kernels.device.activations import TABLE_BYTES
+from cute_kernels.device.activation_curves import TABLE_BYTES
 from cute_kernels.device.codecs import Level, codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping, indexed
@@ -130,7 +131,11 @@ class RowsQuantizer:
         self.piece = min(self.codec.block, K_MULTIPLE)
         #: Pieces that are looked at together, whether the row has all of them.
         self.at_once = 2
-        if config.arch == "sm_100a" and not self.codec.has_scales and config.rows_per_warp <= 4:
+        if (
+            get_arch(config.arch).has_f32x2
+            and not self.codec.has_scales
+            and config.rows_per_warp <= 4
+        ):
             # Of 16-bit types a 16-byte chunk, which eight lanes of a row read without conflicts in
             # the order of their codes.
             self.piece, self.at_once = 8, 8 if config.is_light else 4

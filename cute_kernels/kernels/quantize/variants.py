@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.arch import get_arch
 from cute_kernels.capability import support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from cute_kernels.formats.base import FP8_ELEMENTS
@@ -91,7 +92,7 @@ def kernel_specs(arch: str) -> Iterator[Config]:
         if support("grouped_amax", None, arch):
             for keeps_nan in (False, True):
                 # Before rows with amaxes of groups, which sm_100a converts tile by tile.
-                if not keeps_nan or arch == "sm_90a":
+                if not keeps_nan or get_arch(arch).tuned_by == "time":
                     yield AmaxConfig(dtype, grouping, arch=arch, keeps_nan=keeps_nan)
                 # For tiles with amaxes of rows where those of groups are given.
                 yield AmaxConfig(
@@ -130,7 +131,7 @@ def _gathered(arch: str) -> Iterator[Config]:
     for fmt in _marking(FP8Block(), NVFP4(row_scaled=True)):
         if not support("grouped_quantize", fmt, arch):
             continue
-        is_expanded = arch == "sm_90a" and fmt.element.per_byte > 1
+        is_expanded = not get_arch(arch).has_block_scaled_mma and fmt.element.per_byte > 1
         kinds = [TokensConfig]
         if is_expanded and support("grouped_gemm", fmt, arch):
             kinds.append(TokenValuesConfig)
@@ -159,7 +160,11 @@ def _rows(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[RowsCon
         if config.is_preferred and config.can_implement(shortest):
             yield config
         # Codes that share bytes are no operands there.
-        is_expanded = (arch, grouping) == ("sm_90a", "ragged") and fmt.element.per_byte > 1
+        is_expanded = (
+            grouping == "ragged"
+            and fmt.element.per_byte > 1
+            and not get_arch(arch).has_block_scaled_mma
+        )
         if (
             is_expanded
             and support("grouped_gemm", fmt, arch)

@@ -150,7 +150,7 @@ def clipping_and_steps_of_all_parameters():
         want = gradient_norm(single)
         for norm in (
             torch.nn.utils.clip_grad_norm_(moe.parameters(), 1e9).full_tensor(),
-            grouped.distributed.clip_grad_norm_(moe.parameters(), want.item() / 2),
+            grouped.parallel.clip_grad_norm_(moe.parameters(), want.item() / 2),
         ):
             assert (norm - want).abs() < 0.01 * want
         assert (gradient_norm(moe) - want / 2).abs() < 0.01 * want
@@ -189,10 +189,10 @@ def clipping_over_several_meshes():
             torch.inf: max(p.grad.abs().max() for p in single.parameters()),
         }
         for order, want in norms.items():
-            norm = grouped.distributed.clip_grad_norm_(model.parameters(), 1e9, order)
+            norm = grouped.parallel.clip_grad_norm_(model.parameters(), 1e9, order)
             assert type(norm) is torch.Tensor and (norm - want).abs() < 0.01 * want
-        grouped.distributed.clip_grad_norm_(model.parameters(), 1.0)
+        grouped.parallel.clip_grad_norm_(model.parameters(), 1.0)
         assert (gradient_norm(model) - 1).abs() < 0.01
         model[1].router.weight.grad *= torch.inf
         with pytest.raises(RuntimeError, match="cannot be clipped"):
-            grouped.distributed.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            grouped.parallel.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)

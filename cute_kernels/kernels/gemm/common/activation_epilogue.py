@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.activations import activated_by_size
+from cute_kernels.device.activation_curves import activated_by_magnitude
 from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.ptx import asm, asm_volatile
 
@@ -150,4 +150,4 @@ def store_activated(
 def apply(config: GemmConfig, inputs: list[list[Float32]]) -> list[Float32]:
     """What the activation makes of x, or of A and B, as many numbers each."""
     act: Any = config.act
-    return activated_by_size(act, False, config.arch, inputs)[0]  # type: ignore[no-any-return]
+    return activated_by_magnitude(act, False, config.arch, inputs)[0]  # type: ignore[no-any-return]

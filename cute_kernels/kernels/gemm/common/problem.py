@@ -23,7 +23,7 @@ import abc
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from cute_kernels.capability import Support, why_not_result
+from cute_kernels.capability import Support, why_result_unsupported
 from cute_kernels.formats import Format, parse
 from cute_kernels.formats.activations import Activation, parse_activation
 from cute_kernels.layout.shapes import SF_TILE_ROWS, ceil_div
@@ -258,7 +258,7 @@ class GemmConfig(abc.ABC):
         if self.quantizes_to is not None and (self.activation is None or self.keeps_z):
             raise ValueError("quantizes_to needs an activation, and z is not kept")
         if self.result is not None and (
-            reason := why_not_result("grouped_gemm", self.result, self.arch)
+            reason := why_result_unsupported("grouped_gemm", self.result, self.arch)
         ):
             raise ValueError(f"quantizes_to: {reason}")
         if reason := self.refuses(self.tile):

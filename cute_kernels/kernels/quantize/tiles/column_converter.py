@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, cute, range_constexpr
 
+from cute_kernels.arch import get_arch
 from cute_kernels.device.absmax import absmax_pairs, absmax_words, fmax, split_absmax
 from cute_kernels.device.codecs.nibbles import NibbleCodec
 from cute_kernels.device.groups import Grouping
@@ -56,7 +57,7 @@ class ColumnConverter:
         self.arch = config.arch
         self.tile = tile
         #: Lanes that share their columns, so that a warp has 16 columns of a box, or all.
-        self.sharing = 2 * self.tile.cols_per_word if config.arch == "sm_90a" else 1
+        self.sharing = 1 if get_arch(config.arch).has_fp4_convert else 2 * self.tile.cols_per_word
         #: Whether a warp has half of the tile's rows and nothing to convert if they do not exist.
         self.skips_rows = self.sharing == 1
         #: Rows that a lane has at a time, and how often; boxes with columns that it has.

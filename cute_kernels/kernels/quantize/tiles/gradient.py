@@ -17,8 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
+from cute_kernels.arch import get_arch
 from cute_kernels.device.absmax import unpack_absmax
-from cute_kernels.device.activations import TABLE_BYTES, FactorTable, quick_to, weighted_gradient
+from cute_kernels.device.activation_curves import (
+    TABLE_BYTES,
+    FactorTable,
+    quick_bound,
+    weighted_gradient,
+)
 from cute_kernels.device.codecs import codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.convert import pack_words, unpack_words
@@ -189,8 +195,12 @@ class GradientQuantizer(AmaxKernels):
         ]
         self.scales_bytes = SF_TILE_BYTES * max(self.scale_tiles)
         self.table = None
-        if config.arch == "sm_90a" and config.has_room and quick_to(self.act) is not None:
-            self.table = FactorTable.of(self.act, config.dtype)
+        if (
+            get_arch(config.arch).tuned_by == "time"
+            and config.has_room
+            and quick_bound(self.act) is not None
+        ):
+            self.table = FactorTable.create(self.act, config.dtype)
 
     def converter(self, copy: TileConfig) -> ByteTiles:
         codec = codec_of(copy.format, copy.dtype, copy.arch)

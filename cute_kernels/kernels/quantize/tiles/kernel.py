@@ -33,7 +33,7 @@ from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constex
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device.absmax import unpack_absmax
-from cute_kernels.device.activations import TABLE_BYTES
+from cute_kernels.device.activation_curves import TABLE_BYTES
 from cute_kernels.device.codecs import Level, codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping

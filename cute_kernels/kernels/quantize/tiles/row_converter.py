@@ -2,6 +2,7 @@
 
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
+from cute_kernels.arch import get_arch
 from cute_kernels.device.absmax import absmax_words
 from cute_kernels.device.codecs import Level
 from cute_kernels.device.codecs.nibbles import NibbleCodec
@@ -33,7 +34,7 @@ class RowConverter:
         self.arch = config.arch
         self.tile = tile
         #: Lanes that share as many rows.
-        self.sharing = 2 if config.arch == "sm_90a" else 1
+        self.sharing = 1 if get_arch(config.arch).has_fp4_convert else 2
         #: What a lane has of a unit's columns.
         self.width = tile.unit // self.sharing
         self.blocks = self.width // codec.block
