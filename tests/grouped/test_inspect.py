@@ -19,7 +19,17 @@ from grouped.functional.linear_passes import Copies
 from grouped.inspect import inspect
 from grouped.inspect.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, E5M2, F16, F32, U8, assert_all_same, sample, step, whole_graph
+from tests.helpers import (
+    BF16,
+    E5M2,
+    F16,
+    F32,
+    U8,
+    assert_all_same,
+    compile_full_graph,
+    forward_backward,
+    sample,
+)
 
 from .cases import ALL_RECIPES, WEIGHT_FORMAT
 
@@ -58,7 +68,7 @@ def operands(n=N, seed=5):
 
 
 def train(layer, x, dy, function=None, **options):
-    return step(layer, x, dy, torch.tensor(ENDS), function=function, **options)
+    return forward_backward(layer, x, dy, torch.tensor(ENDS), function=function, **options)
 
 
 def records_by_operand(inspector):
@@ -308,10 +318,11 @@ def test_plain_operands(dtype):
         assert w["snr_db"][0] == pytest.approx(20 * math.log10((1 + 2**-9) * 2**9))
 
 
+@pytest.mark.compile
 def test_compiled_layers(fresh_dynamo):
     layer, (x, dy) = make_layer(recipes.NVFP4()), operands()
     function = torch.compile(layer, backend="aot_eager")
-    graph = whole_graph(layer)
+    graph = compile_full_graph(layer)
     plain = train(layer, x, dy, graph)
     with inspect(layer) as inspector:
         with pytest.raises(Exception, match=r"grouped\.debug\.inspect looks at the operands"):

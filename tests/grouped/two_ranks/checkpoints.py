@@ -19,7 +19,7 @@ from grouped.checkpoint import files as ckpt_files
 from grouped.nn import GroupedMLP, MoE
 from grouped.parallel.expert_parallel import ExpertParallel, ExpertTensorParallel
 from tests.grouped.cases import assert_same_tensor
-from tests.helpers import BF16, assert_same_bytes, seeded
+from tests.helpers import BF16, assert_same_bytes, seeded_generator
 
 from .models import full, sharded_copy
 from .runner import check, world
@@ -100,7 +100,7 @@ def shard_experts(moe):
 
 
 def tokens(seed=11):
-    return torch.randn(12, H, generator=seeded(seed)).bfloat16().requires_grad_()
+    return torch.randn(12, H, generator=seeded_generator(seed)).bfloat16().requires_grad_()
 
 
 def step(moe):
