@@ -83,6 +83,7 @@ def on_two_ranks(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.distributed
 def test_experts_spread_by_torchtitan(tmp_path):
     torch.multiprocessing.spawn(on_two_ranks, (str(tmp_path),), 2)
 

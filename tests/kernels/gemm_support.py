@@ -8,7 +8,8 @@ from torch import Tensor
 import ptx_emulator as emulator
 from cute_kernels import reference
 from cute_kernels.formats import NVFP4, Format, FP8Block
-from cute_kernels.kernels.gemm.common.problem import GemmArguments, GemmConfig
+from cute_kernels.kernels.gemm.common.config import GemmConfig
+from cute_kernels.kernels.gemm.common.problem import GemmArguments
 from cute_kernels.kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from cute_kernels.kernels.gemm.sm100.config import ScaleTilesConfig, Sm100GemmConfig

@@ -6,7 +6,7 @@ import torch
 import cute_kernels
 import grouped
 from cute_kernels.formats import parse
-from cute_kernels.kernels.gemm.common.problem import GemmConfig
+from cute_kernels.kernels.gemm.common.config import GemmConfig
 from cute_kernels.ops import op as op_module
 from cute_kernels.ops.delayed_scaling.op import ALGORITHMS, DelayedScalingUpdate
 from cute_kernels.ops.dequantize.op import GroupedDequantize

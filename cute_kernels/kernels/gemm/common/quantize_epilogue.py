@@ -17,8 +17,8 @@ from cute_kernels.device.scales import row_scales_at
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 
 from .activation_epilogue import apply, inputs_of, store_if
+from .config import GemmConfig
 from .output_store import EpilogueTensors
-from .problem import GemmConfig
 
 
 class QuantizedRows:

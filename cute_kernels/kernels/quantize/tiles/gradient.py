@@ -197,7 +197,7 @@ class GradientQuantizer(AmaxKernels):
         self.table = None
         if (
             get_arch(config.arch).tuned_by == "time"
-            and config.has_room
+            and config.has_table_room
             and quick_bound(self.act) is not None
         ):
             self.table = FactorTable.create(self.act, config.dtype)

@@ -78,7 +78,7 @@ class TileQuantizer(ChunkAmaxKernels):
         self.marks_levels = config.fmt.has_given_scale and config.fmt.nan_scales
         self.tile = TileGeometry(config.dtype, self.codec.block)
         gathered = config.prologue is not None and config.prologue.gathered
-        loader = RowsLoader if config.copies_rows else TileLoader
+        loader = RowsLoader if config.gathers_rows else TileLoader
         self.loader = loader(config, self.tile, in_bands=not gathered)
         self.team = Team(config, self.tile)
         self.maker = maker_of(config)
@@ -90,7 +90,7 @@ class TileQuantizer(ChunkAmaxKernels):
         self.num_compute_warps = config.num_teams * config.warps_per_team
         self.num_threads = (self.num_compute_warps + self.loader.num_loaders) * WARP_SIZE
         #: Second levels of a tile: one, or one a copy.
-        self.num_levels = 2 if config.has_own_columns else 1
+        self.num_levels = 2 if config.has_column_amax else 1
         #: Whether a team keeps the encode factors of its group's scales in shared memory.
         self.has_table = config.uses_group_amax and self.codec.table_size > 0
         self.factors_bytes = _FACTORS_BYTES * self.num_levels if self.has_table else 0
@@ -118,7 +118,7 @@ class TileQuantizer(ChunkAmaxKernels):
             fake.codes_t() if config.columnwise else None,
             fake.scales_t() if config.columnwise else None,
             *fake.results(),
-            fake.level() if config.has_own_columns else None,
+            fake.level() if config.has_column_amax else None,
             fake.seed() if config.fmt.is_stochastic else None,
             *[Int64(0) if config.is_member else None] * 2,
             Int32(1),
@@ -139,7 +139,7 @@ class TileQuantizer(ChunkAmaxKernels):
         elif const_expr(self.config.fmt.has_given_scale):
             self.launch_clear(amax, num_sms, stream)
         copies: tuple[Any, ...] = (None,) * 3
-        if const_expr(self.filler is None and not self.config.copies_rows):
+        if const_expr(self.filler is None and not self.config.gathers_rows):
             copies = self.loader.copy_of(x, Grouping.of(x, offs).num_rows)
         self.kernel(*copies, *given).launch(
             grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
@@ -197,7 +197,7 @@ class TileQuantizer(ChunkAmaxKernels):
         warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
         if warp >= self.num_compute_warps:
             inputs = None
-            if const_expr(config.copies_rows):
+            if const_expr(config.gathers_rows):
                 inputs = Rows(x, index)
             elif const_expr(self.filler is None):
                 cpasync.prefetch_descriptor(box_copy)

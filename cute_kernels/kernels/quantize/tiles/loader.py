@@ -223,13 +223,13 @@ class TileLoader:
         with cute.arch.elect_one():
             store_shared(at, [Uint32(value) for value in what[:4]])
             words = [Uint32(value) for value in what[4:]]
-            store_shared(at + 16, [*words, Uint32(0)] if self.config.has_own_columns else words[:2])
+            store_shared(at + 16, [*words, Uint32(0)] if self.config.has_column_amax else words[:2])
 
     @cute.jit
     def read_descriptor(self, shared: SharedMemory, stage: Int32) -> Descriptor:
         at = shared.descriptors.toint() + stage * (4 * DESCRIPTOR_WORDS)
         words = load_shared(at, 4)
-        words += load_shared(at + 16, 4 if self.config.has_own_columns else 2)
+        words += load_shared(at + 16, 4 if self.config.has_column_amax else 2)
         # A second amax, or the first again.
         return Descriptor(*[Int32(word) for word in (words + words[5:6])[:7]])
 
