@@ -153,6 +153,7 @@ assert q.dequantize().equal(x) and not any(map(sys.modules.get, fresh))
     run_python(code)
 
 
+@pytest.mark.emulated
 @needs_compiler
 def test_the_emulator_works_without_torch_and_the_dsl():
     code = """
