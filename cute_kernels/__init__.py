@@ -7,7 +7,7 @@ works.
 
 import importlib.util
 
-from cute_kernels import emulator
+from . import emulator
 
 __all__ = ["__version__", "emulator"]
 

@@ -8,8 +8,7 @@ import shutil
 from collections.abc import Iterator
 
 import cute_kernels
-
-from .host.settings import cache_root, kernel_cache_is_on
+from ptx_emulator.host.settings import cache_root, kernel_cache_is_on
 
 _PACKAGES = ("torch", "numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi", "filelock", "transformers")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, RECORDS, Format, FP8Block
-from .records import UnsupportedError as UnsupportedError
+from .records import UnsupportedError
 
 ARCHITECTURES = ("reference", "sm_90a", "sm_100a")
 #: Ops by name; ``None`` as the format means plain bf16, fp16 or fp32 operands.
@@ -194,8 +194,8 @@ def _why_not_format(op: str, fmt: Format | None) -> str:
         return (
             f"no {op} of {kind} yet" if takes_formats else f"{op} takes plain tensors, not {kind}"
         )
-    level = fmt.second_level
-    if op in _OF_SOME and level is not None and not fmt.takes_scale:
+    level = fmt.global_scale
+    if op in _OF_SOME and level is not None and not fmt.has_given_scale:
         return f"{fmt} has no scales that outlive a tensor"
     if op == "grouped_gemm_w4a16" and level is not None and level.per == "row":
         return "weights have one second-level scale a group"
@@ -216,7 +216,7 @@ def refuses(fmt: Format) -> str:
 
     What only some kernels do not take, their configurations say.
     """
-    element, scale, level = fmt.element, fmt.scale, fmt.second_level
+    element, scale, level = fmt.element, fmt.scale, fmt.global_scale
     of_scale, vec, layout = (
         (scale.element.bits, scale.vec_size, scale.layout) if scale else (0, 0, None)
     )
@@ -225,7 +225,7 @@ def refuses(fmt: Format) -> str:
         _BLOCKS.get((element.bits, of_scale, fmt.has_scale_tiles), ()),
     )
     is_byte, is_piece = element.bits == 8, (element.bits, vec) == (4, _PIECE)
-    per_piece = fmt.is_stochastic or fmt.chooses_scales or fmt.is_transformed
+    per_piece = fmt.is_stochastic or fmt.searches_scale or fmt.is_transformed
     is_level = level is None
     if level is not None and level.buffers == ("amax",):
         is_level = level.per == "group" or not (fmt.is_2d or level.is_shared)
@@ -248,7 +248,10 @@ def refuses(fmt: Format) -> str:
             is_byte or fmt.columnwise == "transposed",
             f"columnwise {fmt.columnwise}: {element.name} is transposed",
         ),
-        (is_byte or not fmt.takes_scale, f"takes_scale: {element.name} has scales of blocks"),
+        (
+            is_byte or not fmt.has_given_scale,
+            f"has_given_scale: {element.name} has scales of blocks",
+        ),
         (
             is_piece or not per_piece,
             f"{blocks}: only e2m1 by {_PIECE} is drawn, transformed or chosen for",
@@ -306,7 +309,7 @@ def _why_not_gathered(op: str, fmt: Format | None, arch: str) -> str:
 
 def why_not_result(op: str, result: Format, arch: str) -> str:
     """Why ``op`` does not quantize its result to such a record; empty if nothing is against it."""
-    level = result.second_level
+    level = result.global_scale
     if op not in _GEMMS or result.scale is None or result.is_2d or result.is_stochastic:
         return f"its result is quantized to blocks of single rows, to nearest even, not to {result.text}"
     if level is not None and level.per == "row":

@@ -5,18 +5,18 @@ gives the end row of each group) or the weights of each expert (uniform: (G, N, 
 """
 
 from cute_kernels import __version__
-from cute_kernels.activations import Activation
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
-from grouped import debug, flops, nn, optim, recipes  # noqa: F401 - flops counts.
+from cute_kernels.formats.activations import Activation
+from grouped import debug, inspect, nn, optim, recipes
 
-from .autograd import linear
-from .delayed import delayed_scaling_update
-from .experts import Routing, compute_routing
-from .functional import compute_offsets, quantize
-from .members import GroupedMember, QuantizedCopy
+from .functional.delayed_scaling import delayed_scaling_update
+from .functional.experts import Routing, compute_routing
+from .functional.gemm import grouped_gemm
+from .functional.linear_autograd import linear
+from .functional.quantization import compute_offsets, quantize
 from .preparation import prepare
-from .products import grouped_gemm
-from .tensor import GroupedTensor
+from .tensor.grouped_tensor import GroupedTensor
+from .tensor.members import GroupedMember, QuantizedCopy
 
 __all__ = [
     "FP8",
@@ -35,6 +35,7 @@ __all__ = [
     "debug",
     "delayed_scaling_update",
     "grouped_gemm",
+    "inspect",
     "linear",
     "nn",
     "optim",

@@ -30,10 +30,10 @@ from cute_kernels import active_backend
 from cute_kernels.records import check_kind
 
 from .ownership import check_master
-from .shards import local_part, part_of, sharded_as
-from .tensor import GroupedTensor
+from .tensor.dtensor_parts import local_part, part_of, sharded_as
+from .tensor.grouped_tensor import GroupedTensor
+from .tensor.validation import check_is_tensor
 from .tracing import eager_only
-from .validation import check_is_tensor
 
 __all__ = ["AdamW"]
 
@@ -338,7 +338,7 @@ def _has_kernel(part: Tensor) -> bool:
     """
     if not isinstance(part, GroupedTensor) or part.grouping != "uniform":
         return False
-    level = part.format.second_level
+    level = part.format.global_scale
     runs_kernels = part.is_cuda or (part.is_cpu and active_backend(part.device).arch != "reference")
     return (level is None or level.per == "group") and runs_kernels
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .shards import local_part
-from .tensor import GroupedTensor
+from .tensor.dtensor_parts import local_part
+from .tensor.grouped_tensor import GroupedTensor
 
 #: A parameter by the module that holds it, and its name there.
 Target: TypeAlias = tuple[nn.Module, str]

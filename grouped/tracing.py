@@ -5,7 +5,7 @@ here.
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cute_kernels.ops.registry import keep_dynamo_out
+from cute_kernels.ops.registration import skip_dynamo
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -16,7 +16,7 @@ def eager_only(reason: str) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         marked: Any = function
         marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
-        keep_dynamo_out(function)
+        skip_dynamo(function)
         return function
 
     return decorate

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from cute_kernels.gemm.problem import N_ALIGN
-from grouped.debug.lens import aligned
+from cute_kernels.kernels.gemm.common.problem import N_ALIGN
+from grouped.inspect.inspector import aligned
 from grouped.recipes import Recipe
 
 from .cases import ROUTINGS, split_rows

@@ -24,10 +24,10 @@ import cute_kernels
 import grouped
 from cute_kernels import ops
 from cute_kernels.formats import NVFP4, Format, parse
-from cute_kernels.gemm.operands import operand_of
-from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90Tile
+from cute_kernels.kernels.gemm.common.operand_kinds import operand_of
+from cute_kernels.kernels.gemm.sm90.config import SM90_TILES, Sm90Tile
 from cute_kernels.layout.shapes import round_up
-from cute_kernels.ops.launch.gemm import force_tile
+from cute_kernels.ops.gemm.launcher import force_tile
 
 from .cases import OWN
 from .suites.gemm import PAIRS
@@ -101,7 +101,7 @@ def quantize() -> None:
             for directions, data in itertools.product(DIRECTIONS, inputs):
                 _quantize(text, directions, *data)
             if not fmt.is_transformed:
-                scale = torch.ones(len(_ENDS), device=_DEVICE) if fmt.takes_scale else None
+                scale = torch.ones(len(_ENDS), device=_DEVICE) if fmt.has_given_scale else None
                 p = torch.nn.Parameter(grouped.quantize(weight, fmt, columnwise=True, scale=scale))
                 p.grad = weight
                 grouped.optim.AdamW([p]).step()
@@ -191,7 +191,7 @@ def _counted(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
         False,
         *[None] * 3,
     )
-    amax = None if a_fmt.second_level is None else torch.ones(len(_ENDS), device=_DEVICE)
+    amax = None if a_fmt.global_scale is None else torch.ones(len(_ENDS), device=_DEVICE)
     _in_tiles(
         [tile for tile in SM90_TILES if tile.rows == 128],
         lambda: _gemm(a, b),

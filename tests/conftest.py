@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_kernels.capability import UnsupportedError
-from cute_kernels.emulator import BuildError
+from ptx_emulator import BuildError
 from tests.helpers import has_compiler
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)

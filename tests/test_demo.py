@@ -146,7 +146,7 @@ def test_unsupported_recipe(tmp_path, monkeypatch, capsys):
         raise cute_kernels.UnsupportedError("no kernel of it")
 
     monkeypatch.setattr("grouped.nn.linear.quantize_weight", refuse)
-    monkeypatch.setattr("grouped.passes.quantize_weight", refuse)
+    monkeypatch.setattr("grouped.functional.linear_passes.quantize_weight", refuse)
     status, printed, results = run_demo(tmp_path, "--recipe", "BF16", "NVFP4", "--plot", "never")
     assert status == 1
     assert [run["recipe"] for run in results["runs"]] == ["BF16"]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.activations import Activation, Numbers, alpha_of, curve_of, formula_of
+from cute_kernels.formats.activations import Activation, Numbers, alpha_of, curve_of, formula_of
 
 from .convert import pack_words, unpack_words
 from .memory import load_shared, store_shared

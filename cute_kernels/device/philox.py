@@ -1,6 +1,6 @@
 """The random bytes by which codes are rounded stochastically: one for each element of a copy.
 
-Philox4x32 with seven rounds; ``cute_kernels.reference.draws`` says which key, counter and byte an
+Philox4x32 with seven rounds; ``cute_kernels.reference.random_numbers`` says which key, counter and byte an
 element has. What does not depend on the block of 16 elements is computed once, see ``Seed``.
 """
 

@@ -1,39 +1,57 @@
 """The flat ops on plain tensors, registered as ``torch.ops.cute_kernels.*`` on import.
 
-The functions here are those ops, with positional arguments, called without PyTorch's dispatcher
-where nothing observes the call (``registry.Op.invoke``). Each op is documented where it is defined.
+Each function here is the op of the same name. It takes the same arguments by position or by name,
+and skips PyTorch's dispatcher if nothing observes the call. Signatures are in ``__init__.pyi``,
+which ``python -m cute_kernels.ops.stub`` generates from the ``Op`` dataclasses.
 """
 
-from cute_kernels.ops import (
-    delayed,
-    dequantize,
-    flops,  # noqa: F401 - it registers costs
-    fused_gemm,
-    gemm,
-    moe,
-    optimizer,
-    quantize,
-    reductions,
-    router,
+# Each launcher registers how its ops run on kernels.
+from .delayed_scaling import launcher as _delayed_scaling_launcher  # noqa: F401
+from .delayed_scaling.op import DelayedScalingUpdate
+from .dequantize import launcher as _dequantize_launcher  # noqa: F401
+from .dequantize.op import GroupedDequantize
+from .gemm import flops as _gemm_flops  # noqa: F401
+from .gemm import launcher as _gemm_launcher  # noqa: F401
+from .gemm.fused_op import (
+    MGroupedGemmActivate,
+    MGroupedQuantizeGemm,
+    MGroupedQuantizeGemmActivate,
 )
+from .gemm.op import KGroupedGemm, MGroupedGemm
+from .moe import launcher as _moe_launcher  # noqa: F401
+from .moe.op import (
+    ComputeRouting,
+    MoeActivate,
+    MoeActivateGradient,
+    MoeCombine,
+    MoeGather,
+    MoeQuantizeGradient,
+)
+from .moe.router_op import MoeRoute, MoeRouteGradient
+from .optimizer import launcher as _optimizer_launcher  # noqa: F401
+from .optimizer.op import AdamWQuantize
+from .quantize import launcher as _quantize_launcher  # noqa: F401
+from .quantize.op import GroupedQuantize
+from .reductions import launcher as _reductions_launcher  # noqa: F401
+from .reductions.op import ComputeOffsets, GroupedAmax, GroupedDbias
 
-adamw_quantize = optimizer.AdamWQuantize.invoke
-compute_offsets = reductions.ComputeOffsets.invoke
-compute_routing = moe.ComputeRouting.invoke
-delayed_scaling_update = delayed.DelayedScalingUpdate.invoke
-grouped_amax = reductions.GroupedAmax.invoke
-grouped_dbias = reductions.GroupedDbias.invoke
-grouped_dequantize = dequantize.GroupedDequantize.invoke
-grouped_quantize = quantize.GroupedQuantize.invoke
-k_grouped_gemm = gemm.KGroupedGemm.invoke
-m_grouped_gemm = gemm.MGroupedGemm.invoke
-m_grouped_gemm_activate = fused_gemm.MGroupedGemmActivate.invoke
-m_grouped_quantize_gemm = fused_gemm.MGroupedQuantizeGemm.invoke
-m_grouped_quantize_gemm_activate = fused_gemm.MGroupedQuantizeGemmActivate.invoke
-moe_activate = moe.MoeActivate.invoke
-moe_activate_gradient = moe.MoeActivateGradient.invoke
-moe_combine = moe.MoeCombine.invoke
-moe_gather = moe.MoeGather.invoke
-moe_quantize_gradient = moe.MoeQuantizeGradient.invoke
-moe_route = router.MoeRoute.invoke
-moe_route_gradient = router.MoeRouteGradient.invoke
+adamw_quantize = AdamWQuantize.fast_call
+compute_offsets = ComputeOffsets.fast_call
+compute_routing = ComputeRouting.fast_call
+delayed_scaling_update = DelayedScalingUpdate.fast_call
+grouped_amax = GroupedAmax.fast_call
+grouped_dbias = GroupedDbias.fast_call
+grouped_dequantize = GroupedDequantize.fast_call
+grouped_quantize = GroupedQuantize.fast_call
+k_grouped_gemm = KGroupedGemm.fast_call
+m_grouped_gemm = MGroupedGemm.fast_call
+m_grouped_gemm_activate = MGroupedGemmActivate.fast_call
+m_grouped_quantize_gemm = MGroupedQuantizeGemm.fast_call
+m_grouped_quantize_gemm_activate = MGroupedQuantizeGemmActivate.fast_call
+moe_activate = MoeActivate.fast_call
+moe_activate_gradient = MoeActivateGradient.fast_call
+moe_combine = MoeCombine.fast_call
+moe_gather = MoeGather.fast_call
+moe_quantize_gradient = MoeQuantizeGradient.fast_call
+moe_route = MoeRoute.fast_call
+moe_route_gradient = MoeRouteGradient.fast_call

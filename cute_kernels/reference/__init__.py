@@ -5,13 +5,13 @@ the layout contract says is written. They run on any device; grouped GEMM and th
 read ``offs`` on the host, which on a GPU means a synchronization.
 """
 
-from .delayed import delayed_scaling_update
+from .delayed_scaling import delayed_scaling_update
 from .dequantize import dequantize
-from .draws import Draws, GivenDraws, KeyedDraws
 from .elements import Elements
 from .gemm import k_grouped_gemm, m_grouped_gemm
 from .operands import Operand
 from .quantize import Given, quantize
+from .random_numbers import Draws, GivenDraws, KeyedDraws
 from .reductions import compute_offsets, grouped_amax, grouped_dbias
 
 __all__ = [

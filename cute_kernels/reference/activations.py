@@ -71,7 +71,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..activations import Activation, Numbers, alpha_of, curve_of, formula_of
+from ..formats.activations import Activation, Numbers, alpha_of, curve_of, formula_of
 from .conversions import f32
 
 

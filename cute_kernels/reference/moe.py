@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..activations import Activation
+from ..formats.activations import Activation
 from ..layout.slots import TILE_ROWS
 from .activations import activate as activate_elements
 from .activations import activate_gradient as gradient_of_elements

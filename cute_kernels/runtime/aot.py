@@ -30,9 +30,9 @@ from .worker import Answer, Worker
 #: Modules that list the kernels of a family, each by ``kernel_specs(arch: str)``: an iterable of
 #: specs of kernels for ``"sm_90a"`` or ``"sm_100a"``. Listing needs no CuTe DSL.
 FAMILIES = (
-    "cute_kernels.quantize.variants",
-    "cute_kernels.gemm.variants",
-    "cute_kernels.moe.variants",
+    "cute_kernels.kernels.quantize.variants",
+    "cute_kernels.kernels.gemm.variants",
+    "cute_kernels.kernels.moe.variants",
 )
 
 

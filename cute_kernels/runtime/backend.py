@@ -21,8 +21,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ptx_emulator.host.settings import boolean
+
 from ..capability import ARCHITECTURES, UnsupportedError
-from ..host.settings import boolean
 from .arch import device_architecture
 
 _REFERENCE = "reference:"

@@ -25,8 +25,9 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ..host.settings import cache_root, kernel_cache_is_on, warn_once
-from ..host.trust import distrust, make_folder, open_folder, read_file, write_file
+from ptx_emulator.host.settings import cache_root, kernel_cache_is_on, warn_once
+from ptx_emulator.host.trust import distrust, make_folder, open_folder, read_file, write_file
+
 from .arch import Architecture
 from .dsl import installed_versions
 from .sources import digest_of, module_file

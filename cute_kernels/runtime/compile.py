@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..host.locks import ForkSafeLock
-from ..host.settings import warn_once
+from ptx_emulator.host.locks import ForkSafeLock
+from ptx_emulator.host.settings import warn_once
+
 from .arch import Architecture
 from .cache import CacheKey, DiskCache, cache_key, default_cache
 from .dsl import require_dsl

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..host.locks import ForkSafeLock
+from ptx_emulator.host.locks import ForkSafeLock
 
 #: Counters of a device: of its streams, and of launches in graphs.
 _COUNT = 1 << 16

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from ..host.locks import ForkSafeLock
-from ..host.settings import warn_once
+from ptx_emulator.host.locks import ForkSafeLock
+from ptx_emulator.host.settings import warn_once
 
 # Two threads that call a new kernel must not both load it. It is taken before the compiler's lock
 # and the emulator's, never inside them.
@@ -60,7 +60,7 @@ def load_emulated(
     """
     import tvm_ffi
 
-    from cute_kernels import emulator
+    import ptx_emulator as emulator
 
     if files["cubin"] not in files["o"]:
         raise ValueError("the cubin is not that of the object file")
@@ -99,7 +99,7 @@ class EmulatedKernel:
         cubin: bytes,
         renew: "Callable[[], EmulatedKernel] | None" = None,
     ) -> None:
-        from cute_kernels import emulator
+        import ptx_emulator as emulator
 
         self._function = function
         self.ptx = ptx

@@ -51,7 +51,7 @@ class Launcher:
             # A call that is recorded may be repeated on another stream.
             current = self._counters.current
             return lambda *arguments: kernel(*arguments[:-1], current())
-        from cute_kernels import emulator
+        import ptx_emulator as emulator
 
         def run(*arguments: Any) -> object:
             if has_counter:

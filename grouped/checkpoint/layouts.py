@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_kernels.formats import NVFP4, Format, FP8Block
 
 from .files import MODELOPT_CONFIG
-from .parts import Parts
+from .plain_tensors import Parts
 
 _TENSOR_MAX = NVFP4().tensor_max
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from cute_kernels.records import check_kind
 
 from ..ownership import RULES, UNFILLABLE, Owner, Ownership, refill, retire
-from ..shards import local_part
-from ..tensor import GroupedTensor
+from ..tensor.dtensor_parts import local_part
+from ..tensor.grouped_tensor import GroupedTensor
 from .config import check_config
 from .extras import changing, harmless
 from .files import Reader, progress
 from .layouts import LAYOUTS, stacked_suffix
-from .parts import joined_rows, reconciled, stacked
+from .plain_tensors import joined_rows, reconciled, stacked
 from .plans import Plan, find_other, find_weight
 from .shards import (
     agree,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ownership import Owner
-from ..shards import is_spread, local_part
+from ..tensor.dtensor_parts import is_spread, local_part
 
 
 def local_rows(p: Any) -> range | None:
@@ -92,7 +92,7 @@ def as_parameter(p: Any, part: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
     ``p``.
     """
     if is_spread(p):
-        from ..sharding import whole
+        from ..functional.dtensor_ops import whole
 
         part = whole(part, p.device_mesh, p.placements, shape)
     return nn.Parameter(part, requires_grad=False)

@@ -12,7 +12,7 @@ from cute_kernels.layout.shapes import ceil_div
 
 from .files import PLAIN_DTYPES, Header, Reader
 from .layouts import LAYOUTS, Layout
-from .parts import Parts
+from .plain_tensors import Parts
 
 #: Dtypes by their names in safetensors; of those that it does not have no tensor is read.
 _DTYPES = {

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import grouped
 
 from ..recipes import Recipe
-from ..validation import check_size
+from ..tensor.validation import check_size
 
 _NUM_BYTES = 256
 

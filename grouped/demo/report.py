@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grouped.debug.lens import aligned
+from grouped.inspect.inspector import aligned
 
 from .train import ROLES, Run
 

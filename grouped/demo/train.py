@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grouped import debug, recipes
+from grouped import inspect as debug
+from grouped import recipes
 
-from ..validation import check_size
+from ..tensor.validation import check_size
 from .data import Batch, Corpus, sample_batch
 from .model import LanguageModel, ModelConfig
 

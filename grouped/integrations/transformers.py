@@ -27,9 +27,15 @@ from cute_kernels import ops
 from cute_kernels.formats import Format
 from grouped import recipes
 
-from ..experts import Layer, Style, compute_routing, of_quantized_weights, without_gradients
-from ..experts import experts as mixture
-from ..nn.kept import lookup, warn_if_captured
+from ..functional.experts import (
+    Layer,
+    Style,
+    compute_routing,
+    of_quantized_weights,
+    without_gradients,
+)
+from ..functional.experts import experts as mixture
+from ..nn.cached_weight import lookup, warn_if_captured
 from ..preparation import (
     SOURCES,
     Source,
@@ -40,7 +46,7 @@ from ..preparation import (
     reorder,
 )
 from ..recipes import Recipe, check_recipe
-from ..tensor import GroupedTensor
+from ..tensor.grouped_tensor import GroupedTensor
 
 Forward: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 

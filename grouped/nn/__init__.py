@@ -1,6 +1,6 @@
 """Modules over grouped tensors: grouped linear layers, experts and mixtures of them."""
 
-from .delayed import DelayedScaling
+from .delayed_scaling import DelayedScaling
 from .linear import GroupedLinear
 from .mlp import GroupedMLP
 from .moe import MoE

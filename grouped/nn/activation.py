@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cute_kernels import ops
-from cute_kernels.activations import Activation, parse_activation
+from cute_kernels.formats.activations import Activation, parse_activation
 from cute_kernels.records import check_kind
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensor import GroupedTensor
+from ..tensor.grouped_tensor import GroupedTensor
 
 
 def convert(state_dict: dict[str, Any], key: str, num_groups: int, stacked: bool) -> None:

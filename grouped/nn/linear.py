@@ -10,21 +10,21 @@ from torch import Tensor, nn
 
 from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype
 from cute_kernels.records import check_kind
-from grouped import debug
+from grouped import inspect as debug
 
-from ..autograd import multiply, rows_and_ends
-from ..experts import Layer
-from ..offsets import Offsets
+from ..functional.experts import Layer
+from ..functional.linear_autograd import multiply, rows_and_ends
+from ..functional.linear_passes import Copies, Scaling, joined, quantize_weight
 from ..ownership import FsdpWatch
-from ..passes import Copies, Scaling, joined, quantize_weight
 from ..recipes import BF16, ROLES, FP8Delayed, Recipe, check_recipe
-from ..tensor import GroupedTensor
+from ..tensor.grouped_tensor import GroupedTensor
+from ..tensor.offsets import Offsets
+from ..tensor.validation import check_size
 from ..tracing import eager_only
-from ..validation import check_size
-from .delayed import DelayedScaling
+from .cached_weight import KeptWeight, can_keep, is_static, local, lookup, warn_if_captured
+from .delayed_scaling import DelayedScaling
 from .forms import convert
-from .kept import KeptWeight, can_keep, is_static, local, lookup, warn_if_captured
-from .wgrad import EAGER_ONLY, ParameterGradients, Wgrads
+from .weight_gradients import EAGER_ONLY, ParameterGradients, Wgrads
 
 
 def check_width(name: str, size: object, recipe: Recipe | None) -> None:
@@ -235,7 +235,7 @@ class GroupedLinear(debug.Watched):
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def rows_and_ends(self, x: Tensor, offs: Offsets) -> tuple[Tensor, Tensor]:
-        """``grouped.autograd.rows_and_ends`` for the groups that are here."""
+        """``grouped.functional.linear_autograd.rows_and_ends`` for the groups that are here."""
         groups = self.num_groups
         if self.single_parameter:
             weight = local(lookup(self, "weight"))

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cute_kernels.activations import Activation
+from cute_kernels.formats.activations import Activation
 
-from ..autograd import rows_and_ends
-from ..experts import InPlace, Layer, Routing, Style, compute_routing, experts
-from ..offsets import Offsets, as_offs
+from ..functional.experts import InPlace, Layer, Routing, Style, compute_routing, experts
+from ..functional.linear_autograd import rows_and_ends
 from ..recipes import Recipe
+from ..tensor.offsets import Offsets, as_offs
 from .activation import activate, as_activation
 from .linear import GroupedLinear, check_width
 
@@ -186,7 +186,7 @@ class GroupedMLP(nn.Module):
         style: Style,
         meanwhile: Callable[[], object] | None = None,
     ) -> Tensor:
-        """``grouped.experts.experts`` with both layers, or ``exchange``, which takes what it does,
+        """``grouped.functional.experts.experts`` with both layers, or ``exchange``, which takes what it does,
         and ``meanwhile``.
         """
         layers = self.layers(rows, weights, is_first_microbatch)

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cute_kernels.activations import ACTIVATIONS, Activation
+from cute_kernels.formats.activations import ACTIVATIONS, Activation
 from cute_kernels.ops.checks import check_dtype, same_device
-from cute_kernels.ops.registry import is_observed
 from cute_kernels.records import check_kind
+from cute_kernels.runtime.observers import needs_dispatcher
 
-from ..autograd import rows_and_ends, rows_of
-from ..experts import Style, compute_routing, experts, without_gradients
+from ..functional.experts import Style, compute_routing, experts, without_gradients
+from ..functional.linear_autograd import rows_and_ends, rows_of
 from ..recipes import Recipe
+from ..tensor.validation import check_is_tensor
 from ..tracing import eager_only
-from ..validation import check_is_tensor
 from .linear import check_width
 from .mlp import GroupedMLP, Mixture, is_bare
 from .router import MoELosses, Router
@@ -297,7 +297,7 @@ class MoE(nn.Module):
         same_device("x", x.device, num_tokens=num_tokens)
         if (
             num_tokens.device.type == "cpu"
-            and not is_observed((num_tokens,))
+            and not needs_dispatcher((num_tokens,))
             and not 0 <= int(num_tokens) <= most
         ):
             raise ValueError(

@@ -11,15 +11,17 @@ from torch.autograd.function import once_differentiable
 from cute_kernels import ops
 from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype, check_tensor, same_device
 from cute_kernels.ops.derivatives import register_autograd
-from cute_kernels.ops.replay import replayed
-from cute_kernels.ops.router import SCORES
+from cute_kernels.ops.flops import register_flops
+from cute_kernels.ops.moe.router_op import SCORES
 from cute_kernels.records import check_choice, check_kind
 from cute_kernels.reference.router import TINY, bf16_parts
+from cute_kernels.runtime.replay import replayed
+from grouped.functional.flops import product_flops
 
-from ..autocast import in_own_dtypes
-from ..sums import sum_over
-from ..validation import check_size
-from .kept import local
+from ..functional.autocast import in_own_dtypes
+from ..functional.rank_sums import sum_over
+from ..tensor.validation import check_size
+from .cached_weight import local
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -446,3 +448,6 @@ def _gradients_of_parts(
 _LIBRARY.impl("router_logits", _logits, "CompositeExplicitAutograd")
 torch.library.register_fake("grouped::router_logits", _logits_fake, lib=_LIBRARY)
 register_autograd("router_logits", _logits_backward, _save, _LIBRARY)
+
+
+register_flops(torch.ops.grouped, product_flops, "router_logits")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import cute_kernels
-from cute_kernels import emulator
+import ptx_emulator as emulator
 
 from ..contender import Contender, Run
 from ..environment import environment

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 import cute_kernels
-from cute_kernels.ops import registry
+from cute_kernels.ops import registration as registry
 from cute_kernels.ops.checks import unchecked_end_rows
 from cute_kernels.runtime.launch import launcher
+from cute_kernels.runtime.plan_cache import clear_plan_cache
 
 from ..contender import Contender, Run
 from .base import Measurement, Meter, spread_of
@@ -87,9 +88,9 @@ class HostMeter(Meter):
             registry, "launcher", lambda backend, device: self._recorder
         )
         with launcher, unchecked_end_rows():
-            registry.forget_plans()
+            clear_plan_cache()
             yield
-        registry.forget_plans()
+        clear_plan_cache()
 
     def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
         launches = self._launches(run)

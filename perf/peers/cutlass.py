@@ -99,7 +99,7 @@ class _Call:
         out = torch.empty(len(a), work.shape.n, dtype=torch.bfloat16)
         workspace = torch.full((kernel.get_workspace_size(groups),), 255, dtype=torch.uint8)
         arguments = (*operands, out, offs, workspace)
-        ones = [torch.ones(groups) for _ in range(2 if fmt.second_level else 0)]
+        ones = [torch.ones(groups) for _ in range(2 if fmt.global_scale else 0)]
 
         @functools.cache
         def compiled() -> tuple[Any, tuple[Any, ...]]:
@@ -131,7 +131,7 @@ def _quantized(
     a: Tensor, offs: Tensor, b: Tensor, fmt: Format
 ) -> tuple[tuple[Tensor, ...], tuple[grouped.GroupedTensor, grouped.GroupedTensor]]:
     """Operands as the example takes them, and as we do; second levels are ones."""
-    unit = torch.full((len(offs),), 2688.0) if fmt.second_level else None
+    unit = torch.full((len(offs),), 2688.0) if fmt.global_scale else None
     left = grouped.quantize(a, fmt, offs=offs, amax=unit)
     right = grouped.quantize(b, fmt, amax=unit)
     assert fmt.scale is not None

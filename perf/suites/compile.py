@@ -15,9 +15,9 @@ from cute_kernels.runtime.compile import compile_kernel, forget_kernels
 from cute_kernels.runtime.dsl import require_dsl
 from cute_kernels.runtime.emulated import EmulatedKernel
 from cute_kernels.runtime.spec import KernelSpec, canonical_text, short_name
+from cute_kernels.testing.cubin import read_resources
 
 from ..contender import Contender, Run, Task, always, unchecked
-from ..cubin import read_resources
 from ..measure.base import Measurement, Meter, of_times
 from .base import Options, Suite
 

@@ -7,9 +7,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from cute_kernels.gemm.problem import TileShape
-from cute_kernels.gemm.sm100.config import Sm100Tile
-from cute_kernels.ops.launch.gemm import force_tile
+from cute_kernels.kernels.gemm.common.problem import TileShape
+from cute_kernels.kernels.gemm.sm100.config import Sm100Tile
+from cute_kernels.ops.gemm.launcher import force_tile
 from perf.suites import fused, gemm
 
 from ..cases import GroupedShape

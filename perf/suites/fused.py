@@ -99,7 +99,7 @@ def tasks(meter: Meter, options: Options) -> list[Task]:
         gathering("quantize", partial(_OPS.grouped_quantize, format=text, offs=offs), text, _ROW)
 
     def training(text: str) -> None:
-        scale = torch.full((experts,), 16.0) if parse(text).takes_scale else None
+        scale = torch.full((experts,), 16.0) if parse(text).has_given_scale else None
         quantize = partial(
             _OPS.grouped_quantize, format=text, offs=offs, columnwise=True, scale=scale
         )
@@ -150,7 +150,7 @@ def tasks(meter: Meter, options: Options) -> list[Task]:
         add("fprop+swiglu", one, apart, text, kept=partial(one, keeps_z=True))
         if pair.a:
             to = pair.a.partition(":")[0]
-            amax = None if parse(to).second_level is None else torch.full((experts,), 900.0)
+            amax = None if parse(to).global_scale is None else torch.full((experts,), 900.0)
             quantize = partial(
                 _OPS.grouped_quantize, format=to, offs=offs, amax=amax, activation="swiglu"
             )

@@ -60,7 +60,7 @@ class Pair:
         if product != "wgrad":
             return not self.accumulates and (product == "fprop" or not self.quantizes)
         a, b = self.formats
-        level = None if a is None else a.second_level
+        level = None if a is None else a.global_scale
         by_row = level is not None and level.per == "row"
         return not (by_row or self.prepacked or self.quantizes or (a is None and b is not None))
 

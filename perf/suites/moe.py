@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import grouped
 from cute_kernels import ops
-from grouped.experts import Layer, Style, products
-from grouped.passes import quantize_weight
+from grouped.functional.experts import Layer, Style, products
+from grouped.functional.linear_passes import quantize_weight
 
 from ..cases import MODELS, OWN
 from ..contender import Contender, Task

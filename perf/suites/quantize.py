@@ -88,7 +88,7 @@ class Quantization:
         return not self.gives_amax or self.has_group_level(fmt)
 
     def has_group_level(self, fmt: Format) -> bool:
-        levels = [fmt.level(way) for way in self.ways]
+        levels = [fmt.global_scale_for(way) for way in self.ways]
         return any(level is not None and level.per == "group" for level in levels)
 
     def moved(self, data: Input, fmt: Format) -> float:

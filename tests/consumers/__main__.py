@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from grouped import checkpoint, convert
+from grouped import checkpoint
+from grouped.checkpoint import convert
 from grouped.integrations.transformers import register
 
 from . import readers

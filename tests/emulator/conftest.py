@@ -1,6 +1,6 @@
 import pytest
 
-from cute_kernels import emulator
+import ptx_emulator as emulator
 
 
 @pytest.fixture(scope="session")

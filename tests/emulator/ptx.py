@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cute_kernels import emulator
+import ptx_emulator as emulator
 
 _REGISTERS = """
 .reg .pred %q<16>; .reg .b16 %h<64>; .reg .b32 %r<300>; .reg .f32 %f<300>; .reg .b64 %d<64>;

@@ -1,6 +1,6 @@
 import numpy as np
 
-from cute_kernels import emulator
+import ptx_emulator as emulator
 from tests.helpers import each, raises
 
 from .ptx import fails, outcome, run, wait

@@ -10,8 +10,8 @@ from cuda.bindings.driver import CUstream  # noqa: E402, TC002
 import cutlass.cute as cute  # noqa: E402
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
-from cute_kernels import emulator  # noqa: E402
-from cute_kernels.emulator import cutlass_hooks as hooks  # noqa: E402
+import ptx_emulator as emulator  # noqa: E402
+from ptx_emulator import cutlass_hooks as hooks  # noqa: E402
 
 from .ptx import fails  # noqa: E402
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cute_kernels import emulator
-from cute_kernels.emulator import compilation
-from cute_kernels.host import settings
+import ptx_emulator as emulator
+from ptx_emulator import compilation
+from ptx_emulator.host import settings
 from tests.helpers import DAMAGE, each, raises, run_python
 
 from .ptx import fails, outcome, run

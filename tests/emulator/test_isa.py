@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels import emulator
-from cute_kernels.emulator import isa
-from cute_kernels.emulator.engine import library
-from cute_kernels.emulator.lexer import literal, split_operands, statements, strip_comments
-from cute_kernels.emulator.parser import Module
+import ptx_emulator as emulator
+from ptx_emulator import isa
+from ptx_emulator.engine import library
+from ptx_emulator.lexer import literal, split_operands, statements, strip_comments
+from ptx_emulator.parser import Module
 from tests.helpers import each
 
 HEADER = (Path(emulator.__file__).parent / "src" / "isa.h").read_text()

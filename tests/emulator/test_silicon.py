@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cute_kernels import emulator
+import ptx_emulator as emulator
 from tests.helpers import each
 
 from .silicon import snippets as silicon

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels import emulator
+import ptx_emulator as emulator
 from tests.helpers import E4M3, F16, F32, each
 from tests.reference.tensor_core_kernels import tcgen05, wgmma
 

@@ -2,7 +2,7 @@ import types
 
 import numpy as np
 
-from cute_kernels import emulator
+import ptx_emulator as emulator
 from tests.helpers import each, raises
 
 from .ptx import aligned, fails, run, wait

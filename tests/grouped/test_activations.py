@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import grouped
-from cute_kernels.activations import Activation
+from cute_kernels.formats.activations import Activation
 from cute_kernels.reference.activations import activate, activate_gradient
 from tests.helpers import BF16, assert_all_same, assert_same_bytes, each, ends, ops, sample
 
@@ -20,7 +20,7 @@ def fmt(request):
 
 def stored(fmt, elements):
     """Return the elements in the dtype that quantizes to the same codes without an activation."""
-    return elements.to(BF16) if fmt.truncates else elements
+    return elements.to(BF16) if fmt.rounds_activation else elements
 
 
 @each("rows", [(40,), (3, 20)], ids=["ragged", "uniform"])

@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
-from grouped import convert
-from grouped.token_ids import read_ids
+from grouped.checkpoint import convert
+from grouped.checkpoint.token_ids import read_ids
 
 EXPERTS, HIDDEN, VOCABULARY = 4, 64, 32
 FEW = {

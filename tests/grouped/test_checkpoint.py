@@ -11,9 +11,10 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file
 
 import grouped
-from grouped import checkpoint, convert
+from grouped import checkpoint
+from grouped.checkpoint import convert
 from grouped.checkpoint import files as ckpt_files
-from grouped.checkpoint.parts import quantized
+from grouped.checkpoint.plain_tensors import quantized
 from grouped.nn import GroupedLinear, GroupedMLP, MoE
 
 HIDDEN, INNER, EXPERTS = 64, 128, 3

@@ -14,7 +14,8 @@ pytest.importorskip("safetensors")
 
 from safetensors.torch import load_file, save_file
 
-from grouped import checkpoint, convert
+from grouped import checkpoint
+from grouped.checkpoint import convert
 from grouped.checkpoint.config import Quantized, check_config, config_files
 from grouped.checkpoint.layouts import LAYOUTS
 from grouped.nn import MoE

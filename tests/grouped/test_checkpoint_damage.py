@@ -17,7 +17,7 @@ import grouped
 from grouped import checkpoint
 from grouped.checkpoint.extras import harmless
 from grouped.checkpoint.files import Reader
-from grouped.checkpoint.parts import quantized
+from grouped.checkpoint.plain_tensors import quantized
 from grouped.nn import GroupedLinear, MoE
 
 HIDDEN, INNER, EXPERTS = 128, 128, 2

@@ -18,8 +18,8 @@ pytest.importorskip("safetensors")
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from grouped import checkpoint, convert
-from grouped.checkpoint import files
+from grouped import checkpoint
+from grouped.checkpoint import convert, files
 from grouped.nn import GroupedMLP
 
 

@@ -10,8 +10,9 @@ import torch
 
 import cute_kernels
 from cute_kernels.formats import MXFP8, NVFP4, FP8Block
-from grouped import recipes, wire
+from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP, MoE
+from grouped.parallel import wire_format as wire
 from tests.helpers import assert_all_same, each, whole_graph
 
 from .cases import FP8_RECIPES, RECIPES

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import grouped
 from grouped import recipes
-from grouped.debug import inspect
-from grouped.debug.statistics import Probe, Step
+from grouped.functional.linear_passes import Copies
+from grouped.inspect import inspect
+from grouped.inspect.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
-from grouped.passes import Copies
 from tests.helpers import (
     BF16,
     E5M2,
@@ -123,7 +123,7 @@ def test_against_numpy(name):
         fmt, columnwise = getattr(recipe, role), direction == "columnwise"
         offs, q = None if role == "weight" else torch.tensor(ENDS), None
         if fmt is not None:
-            scale = layer.scaling.scale(role) if fmt.takes_scale else None
+            scale = layer.scaling.scale(role) if fmt.has_given_scale else None
             q = grouped.quantize(seen[role], fmt, offs=offs, columnwise=True, scale=scale)
         if fmt is not None and columnwise and fmt.is_transformed:
             assert record["saturated"] == record["underflow"] == [None] * 3

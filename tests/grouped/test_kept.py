@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from grouped import NVFP4, optim, quantize, recipes
-from grouped.nn import GroupedLinear, GroupedMLP, kept
+from grouped.nn import GroupedLinear, GroupedMLP
+from grouped.nn import cached_weight as kept
 from tests.helpers import assert_same_bytes, each, each_copy, ends, raises, sample, whole_graph
 
 from .cases import RECIPES, OpCounter, weights_quantized

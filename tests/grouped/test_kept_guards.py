@@ -12,8 +12,8 @@ from torch import nn
 from cute_kernels.formats import MXFP8, NVFP4, FP8Block
 from grouped import optim, quantize, recipes
 from grouped.nn import GroupedLinear
-from grouped.nn.delayed import DelayedScaling
-from grouped.wire import check_wire
+from grouped.nn.delayed_scaling import DelayedScaling
+from grouped.parallel.wire_format import check_wire
 from tests.helpers import BF16, each, raises, sample
 
 GROUPS, K, N, ENDS = 3, 64, 96, [13, 13, 35]

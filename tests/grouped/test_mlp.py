@@ -1,7 +1,7 @@
 import torch
 from torch.nn import functional as F
 
-from cute_kernels.activations import ACTIVATIONS
+from cute_kernels.formats.activations import ACTIVATIONS
 from grouped import Activation
 from grouped.nn import GroupedMLP
 from tests.helpers import BF16, assert_all_same, each, raises, sample

@@ -8,7 +8,8 @@ from torch import nn
 
 import cute_kernels
 import grouped
-from grouped import experts, recipes
+from grouped import recipes
+from grouped.functional import experts
 from grouped.nn import MoE
 from perf.measure.memory import saved_by
 from tests import helpers

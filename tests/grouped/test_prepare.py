@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import grouped
 from cute_kernels import UnsupportedError, backend
 from grouped import GroupedTensor, recipes
-from grouped.distributed import ExpertParallel
 from grouped.nn import GroupedLinear, GroupedMLP, MoE
+from grouped.parallel.expert_parallel import ExpertParallel
 from tests.helpers import BF16, F32, assert_same_bytes, each, raises, sample
 
 from .cases import OpCounter, weights_quantized

@@ -7,7 +7,7 @@ import grouped
 from grouped import NVFP4
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
-from grouped.validation import saved_format
+from grouped.tensor.validation import saved_format
 from tests.helpers import F16, F32, each, offsets, raises, sample, step, whole_graph
 
 from .cases import bytes_of

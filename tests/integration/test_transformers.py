@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import grouped
 from cute_kernels import backend
 from grouped import checkpoint, recipes
-from grouped.nn import kept
+from grouped.nn import cached_weight as kept
 from tests.helpers import (
     BF16,
     assert_same_buffers,

@@ -5,10 +5,10 @@ import cutlass
 from cutlass import Float32, Uint8, cute
 from cutlass.cute.runtime import make_fake_compact_tensor
 
-from cute_kernels.activations import parse_activation
 from cute_kernels.device.activations import TABLE_BYTES, FactorTable, activated
 from cute_kernels.device.convert import pack_words
 from cute_kernels.device.launch import env_stream
+from cute_kernels.formats.activations import parse_activation
 
 _THREADS, _EACH, _CTAS = 64, 2, 8
 

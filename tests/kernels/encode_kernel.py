@@ -6,7 +6,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cute_kernels.device.codecs import codec_of
 from cute_kernels.device.launch import env_stream
-from cute_kernels.quantize.config import DTYPE_BYTES
+from cute_kernels.kernels.quantize.config import DTYPE_BYTES
 
 _THREADS = 64
 

@@ -5,16 +5,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cute_kernels import emulator, reference
+import ptx_emulator as emulator
+from cute_kernels import reference
 from cute_kernels.formats import NVFP4, Format, FP8Block
-from cute_kernels.gemm.problem import GemmArguments, GemmConfig
-from cute_kernels.gemm.sm90.config import Sm90GemmConfig
-from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
-from cute_kernels.gemm.sm100.config import ScaleTilesConfig, Sm100GemmConfig
+from cute_kernels.kernels.gemm.common.problem import GemmArguments, GemmConfig
+from cute_kernels.kernels.gemm.sm90.config import Sm90GemmConfig
+from cute_kernels.kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
+from cute_kernels.kernels.gemm.sm100.config import ScaleTilesConfig, Sm100GemmConfig
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.layout.prepack import prepack
 from cute_kernels.layout.shapes import ceil_div
-from cute_kernels.ops.launch.sm100_operands import scale_tiles
+from cute_kernels.ops.gemm.operands_sm100 import scale_tiles
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime import architecture, compile_kernel
 from tests.helpers import DTYPES, F16, U8, assert_same_bytes, offsets, seeded

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels import backend, emulator
-from perf.compiled import compile_for_emulator
-from perf.cubin import read_resources
+import ptx_emulator as emulator
+from cute_kernels import backend
+from cute_kernels.testing.compiled import compile_for_emulator
+from cute_kernels.testing.cubin import read_resources
 from tests.helpers import BF16, assert_same_bytes, each
 
 ARCHITECTURES = ("sm_90a", "sm_100a")

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import emulator, reference
+import ptx_emulator as emulator
+from cute_kernels import reference
 from cute_kernels.formats import parse
+from cute_kernels.kernels.quantize.config import TileConfig
 from cute_kernels.layout.buffers import buffers
-from cute_kernels.quantize.config import TileConfig
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
-from perf.compiled import compile_for_emulator
+from cute_kernels.testing.compiled import compile_for_emulator
 from tests.helpers import DTYPES, assert_same_buffers, ends, poisoned, seeded
 from tests.kernels.op_support import watching
 
@@ -108,7 +109,9 @@ class Problem:
     def scales(self, fmt):
         """Of groups, if the format takes them."""
         return (
-            torch.exp2(torch.arange(len(self.groups)) % 17 - 8.0) * 1.3 if fmt.takes_scale else None
+            torch.exp2(torch.arange(len(self.groups)) % 17 - 8.0) * 1.3
+            if fmt.has_given_scale
+            else None
         )
 
 
@@ -136,7 +139,7 @@ def quantize(config, problem, given=None):
     fmt, is_tiles = parse(config.format), isinstance(config, TileConfig)
     out = problem.buffers(fmt, *directions_of(config))
     computes = config.compute_amax if is_tiles else config.computes_amax
-    if fmt.second_level is not None and not (computes or fmt.takes_scale):
+    if fmt.global_scale is not None and not (computes or fmt.has_given_scale):
         known = expected(problem, fmt, directions_of(config)[0], is_tiles, given)
         out |= {name: known[name] for name in ("amax", "amax_t") if name in out}
     amax, amax_t = map(out.get, ("amax", "amax_t"))
@@ -149,10 +152,10 @@ def quantize(config, problem, given=None):
         out["amax"] = group
     levels = (
         amax if config.uses_row_amax else None,
-        (problem.scales(fmt) if fmt.takes_scale else group) if config.uses_group_amax else None,
+        (problem.scales(fmt) if fmt.has_given_scale else group) if config.uses_group_amax else None,
     )
     copies = map(out.get, ("codes", "scales", "codes_t", "scales_t"))
-    own = (amax if fmt.takes_scale else None, amax_t if config.has_own_columns else None)
+    own = (amax if fmt.has_given_scale else None, amax_t if config.has_own_columns else None)
     seed = SEED if fmt.is_stochastic else None
     launch(config, *problem.inputs, *levels, *copies, *results, *own, seed, None, None)
     return out

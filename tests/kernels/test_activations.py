@@ -5,9 +5,9 @@ import itertools
 import torch
 
 from cute_kernels import backend
-from cute_kernels.activations import parse_activation
 from cute_kernels.formats import parse
-from cute_kernels.quantize.config import Prologue, QuantizeProblem, RowsConfig, TileConfig
+from cute_kernels.formats.activations import parse_activation
+from cute_kernels.kernels.quantize.config import Prologue, QuantizeProblem, RowsConfig, TileConfig
 from cute_kernels.reference.activations import activate, activate_gradient
 from tests.helpers import (
     BF16,
@@ -55,7 +55,7 @@ def quantize(text, act, x, offs, way, amax=None):
     fmt, groups = parse(text), len(x) if offs is None else len(offs)
     given = {"activation": act, "amax": amax, "rowwise": way != "columnwise"}
     given["columnwise"] = way != "rowwise"
-    if fmt.takes_scale:
+    if fmt.has_given_scale:
         given["scale"] = torch.exp2(torch.arange(groups) % 17 - 8.0) * 1.3
     if fmt.is_stochastic:
         given["seed"] = torch.tensor([3, 4])

@@ -1,7 +1,7 @@
 import torch
 
-from cute_kernels import emulator
-from cute_kernels.quantize.config import AmaxConfig, OffsetsConfig
+import ptx_emulator as emulator
+from cute_kernels.kernels.quantize.config import AmaxConfig, OffsetsConfig
 from cute_kernels.reference.reductions import absmax, compute_offsets, grouped_amax
 from tests.helpers import BF16, DTYPES, I32, each, each_arch, ends, many_groups, seeded
 

@@ -3,7 +3,7 @@ import itertools
 import torch
 
 from cute_kernels.formats import FP8, MXFP8, FP8Block, parse
-from cute_kernels.quantize.config import QuantizeProblem, RowsConfig, TileConfig
+from cute_kernels.kernels.quantize.config import QuantizeProblem, RowsConfig, TileConfig
 from tests.helpers import (
     BF16,
     DIRECTIONS,

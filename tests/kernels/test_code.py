@@ -2,15 +2,15 @@ import dataclasses
 import re
 
 from cute_kernels.formats import MXFP8, NVFP4
-from cute_kernels.gemm.variants import kernel_specs
-from cute_kernels.quantize.config import (
+from cute_kernels.kernels.gemm.variants import kernel_specs
+from cute_kernels.kernels.quantize.config import (
     AmaxConfig,
     Prologue,
     QuantizeProblem,
     RowsConfig,
     TileConfig,
 )
-from perf.compiled import compile_for_emulator
+from cute_kernels.testing.compiled import compile_for_emulator
 from tests.helpers import DTYPES, each
 
 from .op_support import ARCHITECTURES, check_code

@@ -1,8 +1,8 @@
 import torch
 
 from cute_kernels import backend
+from cute_kernels.kernels.quantize.config import DbiasConfig
 from cute_kernels.ops.checks import unchecked_end_rows
-from cute_kernels.quantize.config import DbiasConfig
 from tests.helpers import (
     DTYPES,
     I32,

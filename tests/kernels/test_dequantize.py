@@ -5,10 +5,10 @@ import torch
 
 from cute_kernels import backend
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
+from cute_kernels.kernels.quantize.config import DequantizeConfig
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.ops.checks import unchecked_end_rows
-from cute_kernels.quantize.config import DequantizeConfig
-from perf.compiled import compile_for_emulator
+from cute_kernels.testing.compiled import compile_for_emulator
 from tests.helpers import (
     BF16,
     DTYPES,

@@ -1,7 +1,7 @@
 import torch
 
 from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
+from cute_kernels.kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from tests.helpers import BF16, F16, U8, each, ends
 
 from .gemm_support import compiled, quantize, randn

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from cute_kernels import emulator
-from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
+import ptx_emulator as emulator
+from cute_kernels.kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import DTYPES, U8, each, seeded
 
 from .gemm_support import SHAPES, check_modes, m_grouped, quantize

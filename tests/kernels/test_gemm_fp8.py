@@ -4,9 +4,9 @@ there is one.
 
 from dataclasses import astuple, replace
 
-from cute_kernels.gemm.choice import choose_config
-from cute_kernels.gemm.problem import GemmProblem
-from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
+from cute_kernels.kernels.gemm.choose import choose_config
+from cute_kernels.kernels.gemm.common.problem import GemmProblem
+from cute_kernels.kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
 from tests.helpers import each, raises, refusals
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, product_of, wild

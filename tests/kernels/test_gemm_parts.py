@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from cute_kernels import emulator
-from cute_kernels.gemm.choice import choose_config
-from cute_kernels.gemm.problem import GemmProblem, RowPart
-from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
-from cute_kernels.gemm.sm90.parts import all_parts
+import ptx_emulator as emulator
+from cute_kernels.kernels.gemm.choose import choose_config
+from cute_kernels.kernels.gemm.common.problem import GemmProblem, RowPart
+from cute_kernels.kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
+from cute_kernels.kernels.gemm.sm90.split_launches import all_parts
 from tests.helpers import assert_same_bytes, each, raises
 
 from .gemm_support import m_grouped

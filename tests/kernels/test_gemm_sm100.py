@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import torch
 
-from cute_kernels import emulator
-from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
+import ptx_emulator as emulator
+from cute_kernels.kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import assert_same_bytes, each
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, product_of

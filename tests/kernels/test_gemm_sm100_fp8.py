@@ -1,7 +1,7 @@
 import functools
 
-from cute_kernels import emulator
-from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
+import ptx_emulator as emulator
+from cute_kernels.kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import each
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, k_grouped, m_grouped, product_of, wild

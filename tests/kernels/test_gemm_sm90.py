@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_kernels import emulator
-from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
-from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
+import ptx_emulator as emulator
+from cute_kernels.kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
+from cute_kernels.kernels.gemm.sm90.warp_schedule import WarpSchedule
 from tests.helpers import each, seeded
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, product_of

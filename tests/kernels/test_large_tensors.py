@@ -8,18 +8,19 @@ import re
 
 import torch
 
-from cute_kernels import backend, emulator
+import ptx_emulator as emulator
+from cute_kernels import backend
 from cute_kernels.formats import NVFP4, parse
-from cute_kernels.layout.buffers import buffers, code_pitch
-from cute_kernels.layout.shapes import ceil_div, scale_tiles
-from cute_kernels.quantize.config import (
+from cute_kernels.kernels.quantize.config import (
     AmaxConfig,
     DbiasConfig,
     DequantizeConfig,
     RowsConfig,
     TileConfig,
 )
-from perf.compiled import compile_for_emulator
+from cute_kernels.layout.buffers import buffers, code_pitch
+from cute_kernels.layout.shapes import ceil_div, scale_tiles
+from cute_kernels.testing.compiled import compile_for_emulator
 from tests.helpers import (
     BF16,
     F32,

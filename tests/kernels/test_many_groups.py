@@ -6,10 +6,11 @@ import contextlib
 
 import torch
 
-from cute_kernels import backend, emulator
-from cute_kernels.gemm.sm90.config import Sm90Tile
-from cute_kernels.gemm.sm100.config import Sm100Tile
-from cute_kernels.ops.launch.gemm import force_tile
+import ptx_emulator as emulator
+from cute_kernels import backend
+from cute_kernels.kernels.gemm.sm90.config import Sm90Tile
+from cute_kernels.kernels.gemm.sm100.config import Sm100Tile
+from cute_kernels.ops.gemm.launcher import force_tile
 from tests.helpers import (
     BF16,
     dequantize_arguments,

@@ -4,9 +4,9 @@ import itertools
 
 import torch
 
-from cute_kernels import emulator
+import ptx_emulator as emulator
 from cute_kernels.formats import NVFP4
-from cute_kernels.quantize.config import RowsConfig, TileConfig
+from cute_kernels.kernels.quantize.config import RowsConfig, TileConfig
 from tests.helpers import BF16, DTYPES, each, each_arch, ends, many_groups, seeded
 
 from .op_support import ARCHITECTURES, array_of, check_touched, each_mode

@@ -24,8 +24,13 @@ from cute_kernels.formats import (
     BlockScale,
     FP8Block,
 )
-from cute_kernels.gemm.operands import OperandKind, operand_of
-from cute_kernels.quantize.config import DequantizeConfig, QuantizeProblem, RowsConfig, TileConfig
+from cute_kernels.kernels.gemm.common.operand_kinds import OperandKind, operand_of
+from cute_kernels.kernels.quantize.config import (
+    DequantizeConfig,
+    QuantizeProblem,
+    RowsConfig,
+    TileConfig,
+)
 from cute_kernels.reference import codecs as reference
 from tests.helpers import BF16, each, ends, ops, raises
 
@@ -55,7 +60,7 @@ CASES = (
     (FP8, {"k_multiple": 8}, "k_multiple 8"),
     (
         FP8,
-        {"second_level": dataclasses.replace(FP8.second_level, is_shared=False)},
+        {"global_scale": dataclasses.replace(FP8.global_scale, is_shared=False)},
         "is_shared=False",
     ),
 )

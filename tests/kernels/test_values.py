@@ -1,9 +1,10 @@
 import torch
 
-from cute_kernels import backend, emulator
+import ptx_emulator as emulator
+from cute_kernels import backend
 from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
-from cute_kernels.quantize.config import QuantizeProblem, ValuesConfig
+from cute_kernels.kernels.gemm.sm90.fp4.config import ExpandConfig
+from cute_kernels.kernels.quantize.config import QuantizeProblem, ValuesConfig
 from tests.helpers import (
     DTYPES,
     F16,

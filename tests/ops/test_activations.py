@@ -9,9 +9,9 @@ import torch
 
 import cute_kernels
 from cute_kernels import support
-from cute_kernels.activations import ACTIVATIONS, Activation
 from cute_kernels.capability import ARCHITECTURES
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
+from cute_kernels.formats.activations import ACTIVATIONS, Activation
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.reference.activations import activate
 from tests.helpers import (
@@ -59,7 +59,7 @@ def made(act, x):
 
 def stored(fmt, elements, dtype):
     """The elements as a tensor of its own, which quantizes to the same codes."""
-    return elements.to(dtype) if fmt.truncates else elements
+    return elements.to(dtype) if fmt.rounds_activation else elements
 
 
 def names(fmt, x, num_groups, directions):
@@ -111,7 +111,7 @@ def test_truncation_makes_a_difference():
     exact = made(SOME[0], x)
     for fmt in FORMATS:
         got = check(fmt, SOME[0], x, offs, (True, False))
-        other = exact if fmt.truncates else exact.to(BF16)
+        other = exact if fmt.rounds_activation else exact.to(BF16)
         assert not got[0].view(U8).equal(ops.grouped_quantize(other, fmt.text, offs)[0].view(U8))
 
 
@@ -125,7 +125,9 @@ def test_many_groups_and_strided_inputs(fmt):
         check(fmt, act, strided, offsets((30, 15)))
 
 
-@pytest.mark.parametrize("fmt", **texts([f for f in FORMATS if f.level(columnwise=True)]))
+@pytest.mark.parametrize(
+    "fmt", **texts([f for f in FORMATS if f.global_scale_for(columnwise=True)])
+)
 def test_given_amax(fmt):
     check(
         fmt,
@@ -199,7 +201,7 @@ REFUSED = {
 def test_refused(message):
     arguments = {"x": X, "format": "nvfp4", "offs": OFFS} | REFUSED[message]
     for call in (ops.grouped_quantize, cute_kernels.ops.grouped_quantize):
-        order = [f.name for f in dataclasses.fields(cute_kernels.ops.quantize.GroupedQuantize)]
+        order = [f.name for f in dataclasses.fields(cute_kernels.ops.quantize.op.GroupedQuantize)]
         given = dict.fromkeys(order) | {"rowwise": True, "columnwise": False} | arguments
         with pytest.raises(ValueError, match=re.escape(message)):
             call(*(given[name] for name in order))

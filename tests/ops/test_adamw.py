@@ -6,8 +6,8 @@ import torch
 
 from cute_kernels import backend
 from cute_kernels.formats import parse
-from cute_kernels.quantize.config import AdamWConfig, AdamWTileConfig
-from cute_kernels.quantize.variants import kernel_specs
+from cute_kernels.kernels.quantize.config import AdamWConfig, AdamWTileConfig
+from cute_kernels.kernels.quantize.variants import kernel_specs
 from tests.helpers import BF16, F16, F32, U8, assert_all_same, each, each_arch, ops, raises, seeded
 from tests.kernels.op_support import MODES, check_code, watching
 from tests.reference.rational import fp32
@@ -35,7 +35,7 @@ def arguments(text, shape=SHAPE, special=False, found_inf=0.0):
     for t in (master, m, v, grad) * special:
         at = torch.rand(shape, generator=random) < 0.1
         t[at] = SPECIALS[torch.randint(len(SPECIALS), (int(at.sum()),), generator=random)]
-    scale = torch.tensor([0.5, 3.0] * shape[0])[: shape[0]] if fmt.takes_scale else None
+    scale = torch.tensor([0.5, 3.0] * shape[0])[: shape[0]] if fmt.has_given_scale else None
     out = ops.grouped_quantize(torch.zeros(shape), text, None, None, True, True, scale)
     for t in out:
         t.view(U8).fill_(0x5A)  # poison

@@ -8,8 +8,12 @@ import torch
 import cute_kernels
 from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import buffers
-from cute_kernels.ops import dequantize, gemm, quantize, reductions, registry
-from cute_kernels.runtime.plan import PlanCache
+from cute_kernels.ops.dequantize import op as dequantize
+from cute_kernels.ops.gemm import op as gemm
+from cute_kernels.ops.op import Op
+from cute_kernels.ops.quantize import op as quantize
+from cute_kernels.ops.reductions import op as reductions
+from cute_kernels.runtime.plan_cache import PLANS
 from tests.helpers import (
     BF16,
     F32,
@@ -425,10 +429,10 @@ def no_work(monkeypatch):
     def run(self, outputs, **options):
         raise AssertionError(f"{self.name} ran")
 
-    monkeypatch.setattr(registry, "_plans", PlanCache())
+    monkeypatch.setattr(PLANS, "_plans", {})
     for module in (dequantize, gemm, quantize, reductions):
         for op in vars(module).values():
-            if isinstance(op, type) and issubclass(op, registry.Op):
+            if isinstance(op, type) and issubclass(op, Op):
                 monkeypatch.setattr(op, "run_reference", run)
 
 

@@ -7,8 +7,10 @@ import torch
 import cute_kernels
 import grouped
 from cute_kernels import backend
-from cute_kernels.ops import registry
-from cute_kernels.runtime.plan import PlanCache
+from cute_kernels.ops import registration
+from cute_kernels.ops.op import Op
+from cute_kernels.ops.plan import CallPlan
+from cute_kernels.runtime.plan_cache import PLANS, clear_plan_cache
 from tests.helpers import (
     BF16,
     F32,
@@ -28,18 +30,18 @@ K, N = 512, 16
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, fresh_dynamo):
-    monkeypatch.setattr(registry, "_plans", PlanCache())
+    monkeypatch.setattr(PLANS, "_plans", {})
 
 
 @pytest.fixture
 def planned(monkeypatch):
-    names, plan = [], registry.Op.plan
+    names, plan = [], Op.plan
 
     def noting(op, backend):
         names.append(backend.name)
         return plan(op, backend)
 
-    monkeypatch.setattr(registry.Op, "plan", noting)
+    monkeypatch.setattr(Op, "plan", noting)
     return names
 
 
@@ -58,7 +60,7 @@ def test_a_plan_is_kept_under_the_backend_that_it_is_for(monkeypatch, planned, d
     """Another thread switches after the key of a call is known and before its plan is made."""
     a, b = operands()
     call = direct_gemm if direct else ops.m_grouped_gemm
-    key = registry.plan_key
+    key = registration.plan_key
     with contextlib.ExitStack() as others:
 
         def switching(*args):
@@ -67,9 +69,9 @@ def test_a_plan_is_kept_under_the_backend_that_it_is_for(monkeypatch, planned, d
             return made
 
         with backend("reference"):
-            monkeypatch.setattr(registry, "plan_key", switching)
+            monkeypatch.setattr(registration, "plan_key", switching)
             first = call(a, b, OFFS)
-            monkeypatch.setattr(registry, "plan_key", key)
+            monkeypatch.setattr(registration, "plan_key", key)
     assert planned == ["reference"]
     with backend("reference"):
         assert_same_bytes(call(a, b, OFFS), first)
@@ -94,7 +96,7 @@ def gemms():
 
 def test_a_call_adds_as_the_backend_of_its_plan(monkeypatch):
     """Another thread switches after the plan of a call is made and before it runs."""
-    compute = registry._Plan.compute
+    compute = CallPlan.compute
     for call, arguments in gemms():
         with backend("reference:sm_90a"):
             want = call(*arguments)
@@ -107,9 +109,9 @@ def test_a_call_adds_as_the_backend_of_its_plan(monkeypatch):
                 return compute(plan, op)
 
             with backend("reference:sm_90a"):
-                monkeypatch.setattr(registry._Plan, "compute", switching)
+                monkeypatch.setattr(CallPlan, "compute", switching)
                 got = call(*arguments)
-                monkeypatch.setattr(registry._Plan, "compute", compute)
+                monkeypatch.setattr(CallPlan, "compute", compute)
         assert_same_bytes(got, want)
 
 
@@ -142,7 +144,7 @@ def test_a_block_inside_a_function_with_graph_breaks_is_honoured(planned):
     a, b = operands()
     want = inside(a, b, OFFS)
     planned.clear()
-    registry.forget_plans()
+    clear_plan_cache()
     assert_same_bytes(torch.compile(inside, backend="eager")(a, b, OFFS), want)
     assert planned == ["reference:sm_90a"]
 
@@ -158,7 +160,7 @@ def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned):
 
     a, b = operands()
     want = product(a, b, OFFS)
-    registry.forget_plans()
+    clear_plan_cache()
     planned.clear()
     assert_same_bytes(torch.compile(product, backend="eager")(a, b, OFFS), want)
     assert set(planned) == {"emulated:sm_90a"}

@@ -5,8 +5,8 @@ import torch
 
 import grouped
 from cute_kernels import backend, support
-from cute_kernels.host import settings
 from grouped import FP8, MXFP8, NVFP4, FP8Block
+from ptx_emulator.host import settings
 from tests.helpers import BF16, E5M2, F32, assert_same_bytes, each, offsets, ops, run_python, sample
 
 OFFS = offsets((5, 0, 18))

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from cute_kernels import UnsupportedError, backend
-from cute_kernels.gemm.sm90.config import Sm90Tile
-from cute_kernels.gemm.sm100.config import Sm100Tile
-from cute_kernels.ops import registry
-from cute_kernels.ops.gemm import MGroupedGemm
-from cute_kernels.ops.launch import gathered
-from cute_kernels.ops.launch.gemm import force_tile
+from cute_kernels.kernels.gemm.sm90.config import Sm90Tile
+from cute_kernels.kernels.gemm.sm100.config import Sm100Tile
+from cute_kernels.ops.gemm import gathered
+from cute_kernels.ops.gemm.launcher import force_tile
+from cute_kernels.ops.gemm.op import MGroupedGemm
+from cute_kernels.runtime.plan_cache import clear_plan_cache
 from tests.helpers import (
     BF16,
     F16,
@@ -196,9 +196,9 @@ def test_every_architecture(arch, monkeypatch):
         want = ops.m_grouped_gemm(ops.moe_gather(x, rows), *arguments[1:], **given)
         assert_same_bytes(ops.m_grouped_gemm(*arguments, **given, rows=rows), want)
     monkeypatch.setattr(gathered, "_MOST_BYTES", 100)
-    registry.forget_plans()
+    clear_plan_cache()
     check("m", *fprop((9, 0, 5), 24, 64, tail=2), name=f"emulated:{arch}")
-    registry.forget_plans()
+    clear_plan_cache()
 
 
 W4A16_CASES = {

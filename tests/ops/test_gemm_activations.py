@@ -5,13 +5,13 @@ import torch
 
 import cute_kernels
 from cute_kernels import backend
-from cute_kernels.activations import ACTIVATIONS, is_gated
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.formats import parse
-from cute_kernels.gemm.sm90.config import SM90_TILES
-from cute_kernels.gemm.sm100.config import SM100_TILES
-from cute_kernels.ops.activated import activates
-from cute_kernels.ops.launch.gemm import force_tile
+from cute_kernels.formats.activations import ACTIVATIONS, is_gated
+from cute_kernels.kernels.gemm.sm90.config import SM90_TILES
+from cute_kernels.kernels.gemm.sm100.config import SM100_TILES
+from cute_kernels.ops.gemm.fused_activation import activates
+from cute_kernels.ops.gemm.launcher import force_tile
 from cute_kernels.runtime.backend import chosen_backend
 from tests.helpers import (
     BF16,
@@ -336,7 +336,7 @@ def test_quantized_output(arch, case):
     text, args, tile, options = case
     given = arguments(*args, **{"keeps_z": False} | options)
     offs, live = given[2], given[2][-1]
-    amax = None if parse(text).second_level is None else torch.linspace(-3.0, 40.0, len(offs))
+    amax = None if parse(text).global_scale is None else torch.linspace(-3.0, 40.0, len(offs))
     with backend(f"reference:{arch}"):
         (a,) = ops.m_grouped_gemm_activate(*given)
         want = ops.grouped_quantize(a, text, offs, amax)
@@ -528,7 +528,7 @@ def test_what_no_kernel_takes_says_so():
         given = arguments(kind, n, 128, activation, keeps_z=False)
         with backend(name), pytest.raises(UnsupportedError, match=message):
             ops.m_grouped_gemm_activate(
-                *given, text, torch.ones(6) if parse(text).second_level else None
+                *given, text, torch.ones(6) if parse(text).global_scale else None
             )
     given = arguments("plain plain", 16, 16, "swiglu")
     given[0].requires_grad_()

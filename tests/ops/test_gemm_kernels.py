@@ -4,10 +4,11 @@ import torch
 
 from cute_kernels import UnsupportedError, backend
 from cute_kernels.formats import parse
-from cute_kernels.gemm.sm100.config import SM100_TILES
-from cute_kernels.ops import registry
-from cute_kernels.ops.launch.gemm import force_tile
+from cute_kernels.kernels.gemm.sm100.config import SM100_TILES
+from cute_kernels.ops import op as op_module
+from cute_kernels.ops.gemm.launcher import force_tile
 from cute_kernels.runtime.launch import launcher
+from cute_kernels.runtime.plan_cache import clear_plan_cache
 from tests.helpers import (
     BF16,
     NVFP4_TEXTS,
@@ -118,10 +119,10 @@ def test_a_forced_tile_is_used_and_gives_the_same_bits(monkeypatch):
         return launch
 
     launcher.cache_clear()
-    monkeypatch.setattr(registry, "launcher", noting)
+    monkeypatch.setattr(op_module, "launcher", noting)
     arguments, run = PRODUCTS["row-scaled"](), ops.m_grouped_gemm
     with backend("emulated:sm_100a"):
-        registry.forget_plans()
+        clear_plan_cache()
         free = run(*arguments)
         chosen = set(used)
         tile = next(t for t in SM100_TILES if t not in chosen and t.num_ctas == 1)

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from cute_kernels import backend
 from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import buffers
-from cute_kernels.ops import registry
+from cute_kernels.ops import registration
 from tests.helpers import (
     BF16,
     F16,
@@ -227,7 +227,7 @@ CASES = [
 
 
 def test_every_op_has_a_call():
-    names = {n.split("::")[1] for n in registry._LIBRARY._op_defs}
+    names = {n.split("::")[1] for n in registration._LIBRARY._op_defs}
     # Ops without an ``_out`` form write their arguments, which have to be dense.
     functional = {n for n in names if f"{n}_out" in names}
     assert {op for op, _ in CALLS.values()} == functional

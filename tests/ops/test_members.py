@@ -75,7 +75,7 @@ def check_against_members(fmt, members, directions, amax=None):
     x = torch.cat(
         [*(member.flatten() for member in members), torch.full((9,), torch.nan, dtype=dtype)]
     )
-    scale = torch.arange(0.25, 9)[: len(members)] if fmt.takes_scale else None
+    scale = torch.arange(0.25, 9)[: len(members)] if fmt.has_given_scale else None
     out = ops.grouped_quantize(x, fmt.text, None, amax, *directions, scale, shapes=flat(shapes))
     got, want = named(fmt, shapes, directions, out), alone(fmt, members, directions, amax, scale)
     asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
@@ -121,7 +121,8 @@ def test_dtypes_and_strange_values(fmt, dtype):
 @each_format
 def test_given_amaxes(fmt):
     directions = tuple(
-        level is not None and level.per == "group" for level in (fmt.level(False), fmt.level(True))
+        level is not None and level.per == "group"
+        for level in (fmt.global_scale_for(False), fmt.global_scale_for(True))
     )
     if not any(directions):
         with raises(ValueError, "amax is the second level"):

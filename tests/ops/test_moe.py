@@ -3,10 +3,10 @@ import torch
 
 import grouped
 from cute_kernels import backend
-from cute_kernels.emulator import reset_stats, stats
-from cute_kernels.moe.config import RoutingConfig
-from cute_kernels.ops import registry
-from cute_kernels.ops.launch import rows
+from cute_kernels.kernels.moe.config import RoutingConfig
+from cute_kernels.ops import gather_rows as rows
+from cute_kernels.runtime.plan_cache import clear_plan_cache
+from ptx_emulator import reset_stats, stats
 from tests.helpers import (
     BF16,
     DTYPES,
@@ -68,7 +68,7 @@ def test_routing(tokens, top_k, experts, dtype):
 @each_arch
 def test_routing_kernels(arch, dtype, monkeypatch):
     """One CTA and a cluster, one window of experts and several, whole rounds of a warp and not."""
-    registry.forget_plans()
+    clear_plan_cache()
     # As many warps as the race detector follows.
     choice = classmethod(lambda cls, ids, pairs: cls(ids, 4 if pairs > 100 else 1, 4))
     if dtype == torch.int64:
@@ -79,7 +79,7 @@ def test_routing_kernels(arch, dtype, monkeypatch):
         want = ops.compute_routing(ids, experts)
         with backend(f"emulated:{arch}", **MODES[i % (4 if dtype == torch.int64 else 3)]):
             assert_all_same(ops.compute_routing(ids, experts), want)
-    registry.forget_plans()
+    clear_plan_cache()
 
 
 def test_extremes_of_int64_are_no_experts():
@@ -200,7 +200,7 @@ def test_gradients_of_a_sum_with_pairs_that_are_absent(given):
 def test_gather_and_combine_kernels(arch, monkeypatch):
     """Loads of every width, more experts a token than loads at a time, strips and parts of one."""
     monkeypatch.setattr(rows, "_MANY_BYTES", 0)
-    registry.forget_plans()
+    clear_plan_cache()
     for i, (dtype, cols) in enumerate([(BF16, 8), (BF16, 1096), (BF16, 9), (F32, 12)]):
         x, h, weight, token, row = operands(11, cols, 6, 9, dtype, i)
         x[3], h[5], weight[2, 1] = torch.nan, torch.inf, -0.0

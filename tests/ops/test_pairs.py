@@ -4,9 +4,9 @@ import re
 import torch
 
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
-from cute_kernels.formats.base import SecondLevel
+from cute_kernels.formats.base import GlobalScale
 from cute_kernels.layout.buffers import buffers
-from cute_kernels.ops.pairs import check_pair
+from cute_kernels.ops.format_pairs import check_pair
 from cute_kernels.reference import Operand
 from tests.helpers import E5M2, each, k_grouped_arguments, m_grouped_arguments, offsets, ops, raises
 
@@ -120,11 +120,11 @@ def test_a_factor_is_that_of_the_operands_own_record():
     """Of the direction that is read, too: not a constant of the format."""
 
     class Halved(NVFP4):
-        second_level = SecondLevel("group", ("amax",), 0.5)
+        global_scale = GlobalScale("group", ("amax",), 0.5)
 
     level = torch.tensor([3.0])
     for columnwise in (False, True):
         assert (
             Operand(level, Halved(), level, level, columnwise).factor(0, slice(0, 1)).item() == 1.5
         )
-    assert parse("nvfp4").second_level.factor == 1 / 2688
+    assert parse("nvfp4").global_scale.factor == 1 / 2688

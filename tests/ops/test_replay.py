@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import grouped
 from cute_kernels import backend
-from cute_kernels.ops import registry, replay
+from cute_kernels.runtime import replay
+from cute_kernels.runtime.plan_cache import clear_plan_cache
 from tests.helpers import BF16, F32, assert_all_same, each, ops, raises, seeded
 
 EMULATED = "emulated:sm_90a"
@@ -24,9 +25,9 @@ def recordings(monkeypatch):
     monkeypatch.setattr(
         replay.Recording, "repeat", lambda *args: (found.append(args[0]), repeat(*args))[1]
     )
-    registry.forget_plans()
+    clear_plan_cache()
     yield found
-    registry.forget_plans()
+    clear_plan_cache()
 
 
 def moe_of(recipe=None, **options):

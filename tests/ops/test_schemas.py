@@ -7,7 +7,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import cute_kernels
 from cute_kernels import backend
-from cute_kernels.ops import registry
+from cute_kernels.ops import registration
+from cute_kernels.ops.plan import CallPlan
 from tests.helpers import (
     BF16,
     F16,
@@ -315,7 +316,7 @@ def detached(arguments):
 
 
 def registered():
-    return {name.split("::")[1] for name in registry._LIBRARY._op_defs}
+    return {name.split("::")[1] for name in registration._LIBRARY._op_defs}
 
 
 #: Ops that write their arguments, which have tests of their own.
@@ -419,7 +420,7 @@ def test_every_out_form_bumps_what_it_writes_and_nothing_else(monkeypatch, name,
     """Whatever computes: PyTorch counts writes of the reference by itself, not those of kernels."""
     arguments = detached(make())
     outputs = outputs_like(name, getattr(ops, name)(*arguments))
-    monkeypatch.setattr(registry._Plan, "compute_into", lambda *args, **options: None)
+    monkeypatch.setattr(CallPlan, "compute_into", lambda *args, **options: None)
     given = tensors(outputs)
     before = [t._version for t in given]
     read = [t._version for t in tensors(arguments)]

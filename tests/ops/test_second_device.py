@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import cute_kernels
 from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.ops import registry
-from cute_kernels.ops.registry import Allocator
-from cute_kernels.runtime import backend, launch
+from cute_kernels.ops.op import Op
+from cute_kernels.runtime import allocator, backend, launch
+from cute_kernels.runtime.allocator import Allocator
 from cute_kernels.runtime.arch import _index_architecture
 from tests.helpers import BF16, F32, I32, each, ops, raises
 
@@ -76,11 +76,13 @@ def kernels(monkeypatch, request):
         )
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(registry, "_get_device", None)  # What CUDA builds have in its place.
+    monkeypatch.setattr(
+        allocator, "get_current_device", torch.cuda.current_device
+    )  # What CUDA builds have in its place.
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch, "empty_strided", allocate)
-    monkeypatch.setattr(registry, "_empty_strided_cuda", allocate_on_current)
+    monkeypatch.setattr(allocator, "empty_strided_cuda", allocate_on_current)
     monkeypatch.setattr(launch, "compile_kernel", kernels.compile)
     monkeypatch.setattr(launch, "counters", counters)
     for cache in caches:
@@ -96,7 +98,7 @@ def all_subclasses(cls):
         yield from all_subclasses(sub)
 
 
-OPS = {cls.name: cls for cls in all_subclasses(registry.Op) if hasattr(cls, "name")}
+OPS = {cls.name: cls for cls in all_subclasses(Op) if hasattr(cls, "name")}
 
 
 def is_only_on_sm90(op):
@@ -134,7 +136,7 @@ def test_fresh_tensors_are_made_where_they_belong(kernels, monkeypatch):
     (out,) = Allocator([spec], SECOND).make()
     assert out.device == SECOND and out.shape == (2, 3)
     made = []
-    monkeypatch.setattr(registry, "_empty_strided_cuda", lambda *args: made.append(args))
+    monkeypatch.setattr(allocator, "empty_strided_cuda", lambda *args: made.append(args))
     Allocator([spec], FIRST).make()
     assert made == [((2, 3), (3, 1), F32)]
 

@@ -28,7 +28,7 @@ from tests.helpers import DTYPES as FLOATS
 from tests.unit.test_capability import FORMATS
 
 #: Formats of which calls take the scales of each group.
-SCALED = {fmt for fmt in FORMATS if fmt is not None and fmt.takes_scale}
+SCALED = {fmt for fmt in FORMATS if fmt is not None and fmt.has_given_scale}
 #: What no call says: a format of an op that takes none, or none of one that quantizes or decodes.
 UNSAYABLE = {
     *product(
@@ -79,7 +79,7 @@ def combinations():
 
 def given_of(fmt):
     return {
-        "scale": torch.rand(len(OFFS)) if fmt.takes_scale else None,
+        "scale": torch.rand(len(OFFS)) if fmt.has_given_scale else None,
         "seed": torch.tensor([1, 2]) if fmt.is_stochastic else None,
     }
 
@@ -140,7 +140,7 @@ def grouped_gemm(fmt, dtype, prepacked=False):
         b[0] = cute_kernels.prepack(b[0])
     ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, prepacked=prepacked, **texts))
     options = (None, None, False, None, prepacked, given_of(fmt)["seed"])
-    if not fmt.takes_scale:
+    if not fmt.has_given_scale:
         ops.m_grouped_quantize_gemm(plain, b[0], OFFS, b[1:], *texts.values(), *options)
     if not prepacked:
         columns = held(fmt, columnwise=True)

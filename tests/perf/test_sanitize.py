@@ -1,5 +1,5 @@
 import cute_kernels
-from cute_kernels.gemm.sm90.config import SM90_TILES
+from cute_kernels.kernels.gemm.sm90.config import SM90_TILES
 from perf import sanitize
 from tests.helpers import each
 

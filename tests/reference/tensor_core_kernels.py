@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from cute_kernels import emulator
+import ptx_emulator as emulator
 
 STEP_BYTES = 32  # of K in one instruction, whatever the element type
 _PTX_TYPES = {

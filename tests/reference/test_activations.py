@@ -1,7 +1,7 @@
 import torch
 import torch.nn.functional as F
 
-from cute_kernels.activations import ACTIVATIONS, Activation
+from cute_kernels.formats.activations import ACTIVATIONS, Activation
 from cute_kernels.reference.activations import activate, activate_gradient, exp, sigmoid, tanh
 from tests.helpers import assert_same_bytes, each, every_16_bits
 from tests.reference import activation_oracle as oracle

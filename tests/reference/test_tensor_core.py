@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cute_kernels import emulator
+import ptx_emulator as emulator
 from cute_kernels.reference import tensor_core
 from cute_kernels.reference.tensor_core import tensor_core_gemm
 from tests.helpers import (

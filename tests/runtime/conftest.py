@@ -1,7 +1,7 @@
 import pytest
 
-from cute_kernels.host import settings
 from cute_kernels.runtime import cache, forget_kernels
+from ptx_emulator.host import settings
 
 
 @pytest.fixture(autouse=True)

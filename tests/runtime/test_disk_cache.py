@@ -226,7 +226,7 @@ def source_digest(module="others_kernels.inner"):
 
 def test_every_source_of_the_spec_s_package_counts(other_package):
     before = source_digest()
-    assert before is not None and before != source_digest("cute_kernels.gemm")
+    assert before is not None and before != source_digest("cute_kernels.kernels.gemm")
     (other_package / "inner" / "kernel.py").write_text("SIZE = 2\n")
     edited = source_digest()
     (other_package / "inner" / "added.py").touch()
@@ -300,11 +300,11 @@ def test_every_module_that_a_kernel_reads_is_in_its_key(modules):
 @each(
     ("kernel", "needed"),
     [
-        ("cute_kernels.moe.router:RouterKernel", "reference/router.py"),  # TINY
-        ("cute_kernels.gemm.sm90.kernel:Sm90Gemm", "capability.py"),
-        ("cute_kernels.quantize.tiles.kernel:TileQuantizer", "formats/base.py"),
-        ("cute_kernels.quantize.dequantize:Dequantizer", "layout/slots.py"),
-        ("cute_kernels.gemm.sm100.kernel:Sm100Gemm", "records.py"),
+        ("cute_kernels.kernels.moe.router:RouterKernel", "reference/router.py"),  # TINY
+        ("cute_kernels.kernels.gemm.sm90.kernel:Sm90Gemm", "capability.py"),
+        ("cute_kernels.kernels.quantize.tiles.kernel:TileQuantizer", "formats/base.py"),
+        ("cute_kernels.kernels.quantize.dequantize:Dequantizer", "layout/slots.py"),
+        ("cute_kernels.kernels.gemm.sm100.kernel:Sm100Gemm", "records.py"),
     ],
 )
 def test_what_kernels_bake_in_from_elsewhere_is_in_their_keys(kernel, needed, monkeypatch):
@@ -325,7 +325,8 @@ def test_what_kernels_bake_in_from_elsewhere_is_in_their_keys(kernel, needed, mo
 def test_ops_the_emulator_and_other_kernels_are_not_in_a_key():
     root = sources.module_file("cute_kernels").parent
     names = {
-        path.relative_to(root).as_posix() for path in sources_of("cute_kernels.gemm.sm90.kernel")
+        path.relative_to(root).as_posix()
+        for path in sources_of("cute_kernels.kernels.gemm.sm90.kernel")
     }
     assert not {name.partition("/")[0] for name in names} & {
         "ops",

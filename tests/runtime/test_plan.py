@@ -2,17 +2,15 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels.ops import registry
-from cute_kernels.ops.reductions import GroupedAmax
-from cute_kernels.runtime.plan import PlanCache, plan_key
+from cute_kernels.ops.reductions.op import GroupedAmax
+from cute_kernels.runtime.plan_cache import PLANS, PlanCache, plan_key
 from tests.helpers import F16, each, ends, m_grouped_arguments
 
 
 @pytest.fixture
 def plans(monkeypatch):
-    cache = PlanCache()
-    monkeypatch.setattr(registry, "_plans", cache)
-    return cache
+    monkeypatch.setattr(PLANS, "_plans", {})
+    return PLANS
 
 
 @pytest.fixture
@@ -25,8 +23,8 @@ def checks(monkeypatch):
 
 def test_a_hit_runs_no_check_again(plans, checks):
     offs = ends(2, 3)
-    first = GroupedAmax.invoke(torch.ones(3, 8), offs)
-    again = GroupedAmax.invoke(torch.full((3, 8), 2.0), offs - 1)
+    first = GroupedAmax.fast_call(torch.ones(3, 8), offs)
+    again = GroupedAmax.fast_call(torch.full((3, 8), 2.0), offs - 1)
     assert len(checks) == len(plans) == 1
     assert first.tolist() == [1.0, 1.0]
     assert again.tolist() == [2.0, 2.0]
@@ -94,7 +92,7 @@ def test_scales_have_a_part_in_the_plan(plans):
 def test_a_failed_check_is_not_remembered(plans, checks):
     for _ in range(2):
         with pytest.raises(ValueError, match="offs"):
-            GroupedAmax.invoke(torch.ones(3, 8), torch.zeros(0, dtype=torch.int32))
+            GroupedAmax.fast_call(torch.ones(3, 8), torch.zeros(0, dtype=torch.int32))
     assert len(checks) == 2
     assert len(plans) == 0
 

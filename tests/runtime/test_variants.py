@@ -5,18 +5,18 @@ import torch
 import cute_kernels
 import grouped
 from cute_kernels.formats import parse
-from cute_kernels.gemm.problem import GemmConfig
-from cute_kernels.ops import registry
-from cute_kernels.ops.delayed import ALGORITHMS, DelayedScalingUpdate
-from cute_kernels.ops.dequantize import GroupedDequantize
-from cute_kernels.ops.fused_gemm import MGroupedQuantizeGemm
-from cute_kernels.ops.moe import MoeQuantizeGradient
-from cute_kernels.ops.optimizer import AdamWQuantize
-from cute_kernels.ops.quantize import GroupedQuantize
-from cute_kernels.ops.reductions import ComputeOffsets, GroupedAmax, GroupedDbias
+from cute_kernels.kernels.gemm.common.problem import GemmConfig
+from cute_kernels.ops import op as op_module
+from cute_kernels.ops.delayed_scaling.op import ALGORITHMS, DelayedScalingUpdate
+from cute_kernels.ops.dequantize.op import GroupedDequantize
+from cute_kernels.ops.gemm.fused_op import MGroupedQuantizeGemm
+from cute_kernels.ops.moe.op import MoeQuantizeGradient
+from cute_kernels.ops.optimizer.op import AdamWQuantize
+from cute_kernels.ops.quantize.op import GroupedQuantize
+from cute_kernels.ops.reductions.op import ComputeOffsets, GroupedAmax, GroupedDbias
 from cute_kernels.runtime import aot, architecture
 from cute_kernels.runtime.cache import cache_key
-from cute_kernels.runtime.plan import PlanCache
+from cute_kernels.runtime.plan_cache import PLANS
 from cute_kernels.runtime.spec import resolve
 from grouped.nn import GroupedLinear
 from grouped.recipes import NVFP4, FP8Block, FP8Current, NVFP4RowScaled
@@ -144,7 +144,7 @@ def used(arch):
 
 
 def is_quantizer(spec):
-    return type(spec).__module__.startswith("cute_kernels.quantize.")
+    return type(spec).__module__.startswith("cute_kernels.kernels.quantize.")
 
 
 @each("arch", ARCHITECTURES, str)
@@ -166,8 +166,8 @@ def test_training_and_inference_with_a_recipe_need_no_other_kernel(
     monkeypatch, recipe, features, arch
 ):
     recorder = Recorder(arch.name)
-    monkeypatch.setattr(registry, "launcher", lambda backend, device: recorder)
-    monkeypatch.setattr(registry, "_plans", PlanCache())
+    monkeypatch.setattr(op_module, "launcher", lambda backend, device: recorder)
+    monkeypatch.setattr(PLANS, "_plans", {})
     # Of FP8 those without a bias are listed.
     bias = recipe not in (FP8Block, FP8Current)
     layer = GroupedLinear(3, features, features, bias, recipe=recipe(), dtype=BF16)

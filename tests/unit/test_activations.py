@@ -1,5 +1,5 @@
 import grouped
-from cute_kernels.activations import ACTIVATIONS, Activation, is_gated, parse_activation
+from cute_kernels.formats.activations import ACTIVATIONS, Activation, is_gated, parse_activation
 from tests.helpers import assert_is_value, each, raises, refusals
 
 GATED = {"geglu", "swiglu", "reglu", "qgeglu", "sreglu", "clamped_swiglu"}

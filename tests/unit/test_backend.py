@@ -9,11 +9,10 @@ import torch
 
 import cute_kernels
 from cute_kernels import UnsupportedError, active_backend, backend, capability
-from cute_kernels.ops import registry
 from cute_kernels.runtime import architecture
 from cute_kernels.runtime import backend as backend_module
 from cute_kernels.runtime.backend import BACKENDS, Backend
-from cute_kernels.runtime.plan import PlanCache
+from cute_kernels.runtime.plan_cache import PLANS
 from tests.helpers import each, ends, ops, raises
 
 CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
@@ -251,7 +250,7 @@ def test_a_backend_without_a_kernel_is_an_error(monkeypatch):
     monkeypatch.setattr(
         capability, "_RUNS", capability._RUNS | {("grouped_dbias", None): ("reference", "sm_90a")}
     )
-    monkeypatch.setattr(registry, "_plans", PlanCache())
+    monkeypatch.setattr(PLANS, "_plans", {})
     with (
         backend("emulated:sm_100a"),
         raises(UnsupportedError, "no sm_100a kernel of grouped_dbias"),

@@ -6,15 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from cute_kernels import activations, capability, ops
-from cute_kernels.activations import (
-    Activation,
-    Curve,
-    alpha_of,
-    curve_of,
-    formula_of,
-    parse_activation,
-)
+from cute_kernels import capability, ops
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.device import activations as device_activations
 from cute_kernels.device.codecs.values import ByteValues, NibbleValues, values_of
@@ -26,11 +18,20 @@ from cute_kernels.formats import (
     BlockScale,
     ElementType,
     Format,
-    SecondLevel,
+    GlobalScale,
+    activations,
 )
-from cute_kernels.gemm.operands import OPERANDS
-from cute_kernels.moe.config import RouterConfig
-from cute_kernels.moe.router import RouterKernel
+from cute_kernels.formats.activations import (
+    Activation,
+    Curve,
+    alpha_of,
+    curve_of,
+    formula_of,
+    parse_activation,
+)
+from cute_kernels.kernels.gemm.common.operand_kinds import OPERANDS
+from cute_kernels.kernels.moe.config import RouterConfig
+from cute_kernels.kernels.moe.router import RouterKernel
 from cute_kernels.reference import activations as reference_activations
 from cute_kernels.reference import router as reference_router
 from cute_kernels.reference.conversions import decode, encode, pack
@@ -47,7 +48,7 @@ class Nibbles(Format):
     name: ClassVar[str] = "nibbles"
     element: ClassVar[ElementType] = E2M1
     scale: ClassVar[BlockScale] = BlockScale(E8M0, 32, "tiles_128x4")
-    second_level: ClassVar[None] = None
+    global_scale: ClassVar[None] = None
     columnwise: ClassVar[str] = "transposed"
     k_multiple: ClassVar[int] = 32
 
@@ -147,9 +148,9 @@ def test_codes_are_decoded_by_what_their_record_says():
     """Not by how many bits they have."""
     kinds = {"nibbles": NibbleValues, "bytes": ByteValues}
     for fmt in (kind.fmt for kind in OPERANDS.values() if kind.fmt is not None):
-        assert isinstance(values_of(fmt, "bfloat16"), kinds[fmt.decodes_by])
+        assert isinstance(values_of(fmt, "bfloat16"), kinds[fmt.decoder_kind])
     for fmt in (Nibbles(), SixBits()):
-        assert fmt.decodes_by is None
+        assert fmt.decoder_kind is None
         with raises(
             UnsupportedError, f"no kernel decodes .*: {fmt.element.name} codes with scales"
         ):
@@ -180,7 +181,7 @@ def test_words_of_records_are_checked():
     with raises(ValueError, "layout must be tiles_128x4 or mn_major, got 'rows'"):
         BlockScale(E4M3, 16, "rows")
     with raises(ValueError, "per must be group or row, got 'column'"):
-        SecondLevel("column", ("amax",))
+        GlobalScale("column", ("amax",))
 
 
 def test_an_unknown_score_is_refused():

@@ -1,4 +1,6 @@
+import copy
 import itertools
+import pickle
 
 import torch
 
@@ -19,8 +21,8 @@ def test_the_bound_of_block_scales_decides_the_second_level(bound, per):
     fmt = NVFP4(row_scaled=per == "row", four_over_six=True, e4m3_max=bound)
     want = bound or 256
     assert fmt.e4m3_max == want and fmt.tensor_max == 6.0 * want
-    assert fmt.second_level.factor == 1 / (6.0 * want) and fmt.second_level.per == per
-    assert fmt.columnwise_level.factor == 1 / (6.0 * want)
+    assert fmt.global_scale.factor == 1 / (6.0 * want) and fmt.global_scale.per == per
+    assert fmt.columnwise_global_scale.factor == 1 / (6.0 * want)
     assert NVFP4().e4m3_max == 448 and NVFP4(e4m3_max=448) == NVFP4()
 
 
@@ -131,11 +133,20 @@ def test_texts_of_no_record_raise_and_say_why(text, words):
 
 @each("fmt", EVERY, ids=str)
 def test_records_say_what_consumers_ask(fmt):
-    level = fmt.second_level
-    assert level is fmt.second_level  # each call of an op asks, so it is not made anew
+    level = fmt.global_scale
+    assert level is fmt.global_scale  # each call of an op asks, so it is not made anew
     assert not refuses(fmt)
-    assert (fmt.columnwise_level is None) == (level is None)
-    assert level is None or fmt.level(columnwise=True).per == "group"
+    assert (fmt.columnwise_global_scale is None) == (level is None)
+    assert level is None or fmt.global_scale_for(columnwise=True).per == "group"
     assert {name.removesuffix("_t") for name in fmt.buffer_names(True)} == set(
         fmt.buffer_names(False)
     )
+
+
+@each("fmt", EVERY, ids=str)
+def test_pickles_and_copies_of_records_hold_no_computed_names(fmt):
+    state = pickle.dumps(fmt)
+    assert b"operand_names" not in state and b"global_scale" not in state
+    for made in (pickle.loads(state), copy.copy(fmt), copy.deepcopy(fmt)):
+        assert made == fmt and made.operand_names(True) == fmt.operand_names(True)
+        assert made.global_scale_for(True) == fmt.columnwise_global_scale

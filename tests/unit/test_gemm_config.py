@@ -4,10 +4,15 @@ from dataclasses import replace
 
 from cute_kernels.capability import support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
-from cute_kernels.gemm.choice import choose_config
-from cute_kernels.gemm.operands import OPERANDS, operand_of
-from cute_kernels.gemm.problem import GemmProblem
-from cute_kernels.gemm.sm100.config import SM100_TILES, TMEM_COLUMNS, Sm100GemmConfig, Sm100Tile
+from cute_kernels.kernels.gemm.choose import choose_config
+from cute_kernels.kernels.gemm.common.operand_kinds import OPERANDS, operand_of
+from cute_kernels.kernels.gemm.common.problem import GemmProblem
+from cute_kernels.kernels.gemm.sm100.config import (
+    SM100_TILES,
+    TMEM_COLUMNS,
+    Sm100GemmConfig,
+    Sm100Tile,
+)
 from tests.helpers import each, raises, refusals
 
 BASES = [

@@ -8,9 +8,9 @@ import pytest
 
 import grouped
 from cute_kernels.__main__ import report
-from cute_kernels.host import settings
-from cute_kernels.host.locks import ForkSafeLock
-from cute_kernels.host.trust import make_folder, open_folder, read_file, write_file
+from ptx_emulator.host import settings
+from ptx_emulator.host.locks import ForkSafeLock
+from ptx_emulator.host.trust import make_folder, open_folder, read_file, write_file
 from tests.helpers import each, raises
 
 NOBODY = 65534

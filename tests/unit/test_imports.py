@@ -9,6 +9,8 @@ ROOT = Path(__file__).parents[2]
 #: which only gathers the public names, and its other top-level modules are the layer "front".
 LAYERS = {
     "host": 0,
+    "deprecation": 0,
+    "arch": 0,
     "records": 0,
     "formats": 1,
     "activations": 1,

@@ -45,7 +45,7 @@ class Codec(abc.ABC):
             on the second level alone.
         table_size: encode factors that ``encode_factor`` tells apart; 0 if looking them up in
             shared memory does not pay.
-        chooses_scales: what ``block_scales`` takes is not the amax of a block, but the number
+        searches_scale: what ``block_scales`` takes is not the amax of a block, but the number
             that ``choose_row``, ``choose_columns`` or ``choose_square`` gives.
         level_names: what ``level_results`` gives: the buffers of the second level but the amax.
     """
@@ -57,10 +57,10 @@ class Codec(abc.ABC):
         self.dtype = dtype
         self.arch = arch
         self.has_scales = fmt.scale is not None
-        self.chooses_scales = fmt.chooses_scales
+        self.searches_scale = fmt.searches_scale
         self.block = fmt.k_multiple if fmt.scale is None else fmt.scale.vec_size
         self.code_words = self.block * fmt.element.bits // 32
-        level = fmt.second_level
+        level = fmt.global_scale
         kept = () if level is None else level.buffers
         self.level_names = tuple(name for name in kept if name != "amax")
 
@@ -71,7 +71,7 @@ class Codec(abc.ABC):
 
     # ---- encoding
 
-    def second_level(self, amax: Float32) -> Level:
+    def global_scale(self, amax: Float32) -> Level:
         """What the codes of a group or row are relative to, from its amax, or the scale given;
         nothing by default.
         """

@@ -24,14 +24,14 @@ class Level(NamedTuple):
 class FP8Codec(ByteCodec):
     """E4M3 or E5M2 codes, and a scale a group."""
 
-    def second_level(self, amax: Float32) -> Level:
+    def global_scale(self, amax: Float32) -> Level:
         """The scale, at most FMAX, and 1 where the amax is 0, infinite or NaN; its reciprocal.
 
         Where the caller gives scales, ``amax`` is the scale. With ``nan_scales`` the reciprocal is
         NaN where the amax is infinite; that of a scale that is given becomes NaN where the amax is
         known (``AmaxKernels.merge``).
         """
-        if self.fmt.takes_scale:
+        if self.fmt.has_given_scale:
             return Level(amax, asm("rcp.rn.f32 $0, $1;", [Float32], [amax]))
         text = """{
 			.reg .pred ok;

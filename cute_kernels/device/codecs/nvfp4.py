@@ -40,7 +40,7 @@ class NVFP4Codec(NibbleCodec):
         #: A reciprocal that rounds is about ten instructions, and sm_90a is short of those.
         self.table_size = _SCALE_CODES if arch == "sm_90a" else 0
 
-    def second_level(self, amax: Float32) -> Level | FourOverSixLevel:
+    def global_scale(self, amax: Float32) -> Level | FourOverSixLevel:
         """S_dec and S_enc / 6. S_enc = 2688 / amax, at most FMAX, and 1 where that is 0 or amax is.
 
         (It is 0 where the amax is infinite.)
@@ -59,14 +59,14 @@ class NVFP4Codec(NibbleCodec):
 		}"""
         tensor_max = Float32(self.fmt.tensor_max)
         fmax, sixth = bits_as_f32(Uint32(_FMAX_BITS)), bits_as_f32(Uint32(_RCP_ELEMENT_MAX_BITS))
-        factor = Float32(1.0) if self.chooses_scales else sixth
+        factor = Float32(1.0) if self.searches_scale else sixth
         s_dec, mult = asm(text, [Float32, Float32], [amax, tensor_max, fmax, factor])
-        if self.chooses_scales:
+        if self.searches_scale:
             return FourOverSixLevel(s_dec, Float32(1.0), mult, amax, is_far(amax))
         return Level(s_dec, mult)
 
     def zero_level(self) -> Level | FourOverSixLevel:
-        if self.chooses_scales:
+        if self.searches_scale:
             return FourOverSixLevel(*[Float32(0.0)] * 4, Int32(0))
         return Level(Float32(0.0), Float32(0.0))
 
@@ -163,4 +163,4 @@ class NVFP4Codec(NibbleCodec):
 
     def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
         """fl(fl(scale * amax) * fl(1/2688)), see ``Codec``."""
-        return (scale * level) * Float32(self.fmt.second_level.factor)
+        return (scale * level) * Float32(self.fmt.global_scale.factor)

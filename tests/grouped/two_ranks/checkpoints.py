@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import grouped
 from grouped import checkpoint, recipes
 from grouped.checkpoint import files as ckpt_files
-from grouped.distributed import ExpertParallel, ExpertTensorParallel
 from grouped.nn import GroupedMLP, MoE
+from grouped.parallel.expert_parallel import ExpertParallel, ExpertTensorParallel
 from tests.grouped.cases import assert_same_tensor
 from tests.helpers import BF16, assert_same_bytes, seeded
 

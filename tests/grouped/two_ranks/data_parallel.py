@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import grouped
 from grouped import recipes
-from grouped.distributed import ExpertParallel
 from grouped.nn import GroupedLinear
+from grouped.parallel.expert_parallel import ExpertParallel
 from tests.grouped.cases import assert_same_tensor
 from tests.helpers import BF16, F32, assert_all_same, assert_same_bytes
 

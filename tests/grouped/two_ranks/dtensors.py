@@ -53,7 +53,7 @@ def collectives():
 def dtensor_weights():
     """Yield a quantized weight of 3 groups for every format that is not scaled per row."""
     for fmt in EVERY_FORMAT.values():
-        if fmt.second_level is not None and fmt.second_level.per == "row":
+        if fmt.global_scale is not None and fmt.global_scale.per == "row":
             continue
         cols = 64 if fmt.k_multiple > 16 else K
         yield grouped.quantize(torch.randn(3, N, cols, generator=seeded(1)), fmt, columnwise=True)

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grouped
 from grouped import recipes
-from grouped.distributed import ExpertParallel
-from grouped.experts import experts
+from grouped.functional.experts import experts
 from grouped.nn import MoE
+from grouped.parallel.expert_parallel import ExpertParallel
 from tests.helpers import assert_all_same, assert_same_bytes
 
 from .models import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grouped.distributed import Exchange
-from grouped.experts import compute_routing
+from grouped.functional.experts import compute_routing
+from grouped.parallel.expert_parallel import Exchange
 
 from .runner import check, leave, world
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import grouped
 from cute_kernels import backend
 from grouped import recipes
-from grouped.distributed import ExpertParallel, ExpertTensorParallel
+from grouped.parallel.expert_parallel import ExpertParallel, ExpertTensorParallel
 from tests.grouped.cases import assert_same_tensor
 from tests.helpers import BF16, assert_same_bytes, seeded
 

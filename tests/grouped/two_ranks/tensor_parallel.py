@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import (
 
 import grouped
 from grouped import recipes
-from grouped.distributed import ExpertParallel, ExpertTensorParallel
 from grouped.nn import MoE
+from grouped.parallel.expert_parallel import ExpertParallel, ExpertTensorParallel
 from tests.helpers import BF16, assert_all_same, assert_same_bytes
 
 from .models import (

@@ -1,0 +1,68 @@
+"""Old names that keep working for one release, each with a ``DeprecationWarning``."""
+
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def warn_deprecated(old: str, new: str, stacklevel: int = 3) -> None:
+    """Warn that ``old`` is deprecated and name its replacement.
+
+    Args:
+        old: the deprecated name, as users write it.
+        new: the name to use instead.
+        stacklevel: frames between this function and the user's line, plus one.
+    """
+    warnings.warn(
+        f"{old} is deprecated and will be removed in the next release; use {new}",
+        DeprecationWarning,
+        stacklevel=stacklevel,
+    )
+
+
+def deprecated_attributes(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a module ``__getattr__`` that forwards old names.
+
+    Args:
+        module: name of the module that has the old names.
+        names: old names and their replacements as ``"package.module:Name"``.
+    """
+
+    def forward(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        target, _, attribute = names[name].partition(":")
+        warn_deprecated(f"{module}.{name}", f"{target}.{attribute}")
+        return getattr(importlib.import_module(target), attribute)
+
+    return forward
+
+
+class DeprecatedAttribute:
+    """Descriptor that forwards an old attribute of a class and its instances to the new name.
+
+    Args:
+        old: the deprecated name.
+        new: the name to use instead.
+    """
+
+    def __init__(self, old: str, new: str) -> None:
+        self.old, self.new = old, new
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        warn_deprecated(f"{owner.__name__}.{self.old}", f"{owner.__name__}.{self.new}")
+        return getattr(owner if instance is None else instance, self.new)
+
+
+def deprecated_module(old: str, new: str) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for a module that moved as a whole from ``old`` to ``new``."""
+
+    def forward(name: str) -> Any:
+        target = importlib.import_module(new)
+        if name.startswith("__") or not hasattr(target, name):
+            raise AttributeError(f"module {old!r} has no attribute {name!r}")
+        warn_deprecated(f"{old}.{name}", f"{new}.{name}")
+        return getattr(target, name)
+
+    return forward

@@ -1,0 +1,1 @@
+"""CuTe DSL kernels by family: quantization, grouped GEMM, and routing of mixtures of experts."""

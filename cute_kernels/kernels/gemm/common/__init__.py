@@ -1,0 +1,1 @@
+"""Tile schedulers, loaders, operands and epilogues that both architectures share."""

@@ -1,0 +1,430 @@
+"""The persistent, warp-specialised grouped GEMM for sm_100a.
+
+Roles of a CTA and what passes between them:
+
+========== ======================== =======================================================
+pipeline   from -> to               full; empty
+========== ======================== =======================================================
+tile ring  scheduler -> all others  one arrival; one a warp
+ab         load -> MMA              the bytes of a stage; one commit
+codes      codes load -> decoders   the bytes of a stage; one a warp
+acc        MMA -> epilogue          one commit; one an epilogue warp
+========== ======================== =======================================================
+
+Every role walks the same tiles at its own pace: loads run ahead by the depth of the stages, across
+tiles, and the MMA fills one accumulator while the epilogue empties the other. With two CTAs a tile
+the MMA warp of the first issues for both; each CTA loads, and stores, its own half.
+
+The tensor core takes 128 or 256 rows of operand M but any 8 or 16 of N. With ``swap_partial`` a
+partial tile, of a group's last rows, is multiplied with its operands swapped: the loads of elements
+stay as they are and only the instructions take B for operand M. N is then as small as the rows
+allow. The epilogue finds that tile transposed.
+
+Codes that no instruction takes with the other operand are decoded by warps into the stages that the
+MMA reads; these arrive at their barriers beside the load warp: see ``decode``.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+from cutlass.utils import blackwell_helpers
+
+from cute_kernels.device.launch import DSL_TYPES, env_stream
+
+from ..common.fakes import FakeArguments
+from ..common.loader import LoadWarp, TmaSource, each, paired
+from ..common.operand_kinds import OperandKind
+from ..common.output_store import EpilogueTensors, OutputStore, store_source
+from ..common.problem import Extents, GemmArguments
+from ..common.scheduler import TileReader, TileScheduler
+from ..common.views import (
+    extents_of,
+    matrix_view,
+    paired_rows,
+    ragged_rows_view,
+    row_scales_view,
+    scale_type,
+    scales_view,
+    squares_view,
+)
+from .codes import codes_load_warp, codes_sources, squares_of
+from .config import BOX_ROWS, TMEM_COLUMNS, Sm100GemmConfig
+from .decode import DecodeWarps
+from .epilogue import Epilogue
+from .epilogue_swapped import SwappedEpilogue
+from .epilogue_warps import EpilogueWarps
+from .gather import GatherLoad, row_source
+from .loader import RowBoxes, StageLoads, SwappedPartial, SwappingLoadWarp
+from .mma import MmaWarp, StageMma
+from .promotion import Promoter
+from .storage import Barriers, Layouts, Stages, make_pipelines
+from .warp_schedule import NamedBarrierId, WarpSchedule
+
+
+class Sources(NamedTuple):
+    """Something of each tensor that TMA reads: the copies, their coordinates, or both.
+
+    Attributes:
+        m: elements of operand M as those of N after it; None if they are decoded or gathered.
+        m_scales: block scales, as those of N; None without, as the others after them.
+        partial_m_scales: those of partial tiles with swapped operands.
+        partial_boxes: elements of A of such tiles, by boxes of rows.
+        m_codes: codes where they are decoded, then their block scales; None of squares.
+        rows: what is gathered.
+    """
+
+    m: Any
+    n: Any
+    m_scales: Any = None
+    n_scales: Any = None
+    partial_m_scales: Any = None
+    partial_n_scales: Any = None
+    partial_boxes: Any = None
+    m_codes: Any = None
+    n_codes: Any = None
+    m_codes_scales: Any = None
+    n_codes_scales: Any = None
+    rows: Any = None
+
+
+class Stores(NamedTuple):
+    """Something of each way in which TMA writes the output: the copies, or their coordinates.
+
+    ``swapped`` is of tiles whose operands are, ``z`` of what goes into an activation; None if there
+    are none.
+    """
+
+    direct: Any = None
+    swapped: Any = None
+    z: Any = None
+
+
+class Sm100Gemm:
+    """Grouped GEMM of one configuration, see the module."""
+
+    def __init__(self, config: Sm100GemmConfig):
+        self.config = config
+        self.warps = WarpSchedule(config.tile.num_ctas, bool(config.codes))
+
+    @staticmethod
+    def fake_args(config: Sm100GemmConfig) -> tuple[Any, ...]:
+        return (*FakeArguments(config).arguments(), env_stream())
+
+    @cute.jit
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel: ``GemmArguments``, and the stream where.
+
+        Quantized A is codes (T, K), packed if there are several in a byte, or (M, P) in a k_grouped
+        product of P slots, (P, M) of untransposed copies; B is (G, N, >= K), or (N, P) or (P, N);
+        (G, K, N) with ``transpose_b``. Tiles of block scales are ([G,] row tiles, tiles along K or
+        P, 512) uint8.
+
+        Rows of ``a``, ``b`` and ``out`` may have any pitch of whole 16 bytes.
+        """
+        config, layouts = self.config, Layouts(self.config)
+        x, stream = GemmArguments(*args[:-1]), args[-1]
+        m, n, m_scales, n_scales = x.in_order(config)
+        operands, depth = (m, n), None
+        if const_expr(config.grouping == "m_grouped"):
+            # B may be padded along K, A never is.
+            depth = x.a.shape[1] * (x.a.element_type.width // config.kind.bits)
+        m = self.matrix(m, config.m_kind, config.mn_major[0], depth)
+        n = self.matrix(n, config.n_kind, config.mn_major[1], depth)
+        if const_expr(config.pairs_rows):
+            m, n = (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))
+        promoted = None
+        if const_expr(config.promotes):
+            promoted = tuple(
+                (row_scales_view if of_rows else squares_view)(x)
+                for x, of_rows in zip((m_scales, n_scales), config.row_scales, strict=True)
+            )
+        if const_expr(config.mma_kind.is_block_scaled):
+            m_scales = scales_view(m_scales, config.mma_kind)
+            n_scales = scales_view(n_scales, config.mma_kind)
+        scales = (m_scales, n_scales)
+        sources = self.sources(layouts, m, n, *scales)._replace(
+            **codes_sources(config, layouts.stages, operands, scales, depth)
+        )
+        if const_expr(config.gathered):
+            sources = sources._replace(
+                rows=row_source(config, x.b if config.grouping == "k_grouped" else x.a)
+            )
+        tensors = EpilogueTensors.of(x)
+        stores = self.stores(layouts, tensors.out, tensors.z)
+        num_clusters = x.num_sms // config.tile.num_ctas
+        self.kernel(
+            layouts.tiled_mma,
+            layouts.tiled_mma_sf,
+            each(Sources, sources, "atom"),
+            each(Sources, sources, "tensor"),
+            each(Stores, stores, "atom"),
+            each(Stores, stores, "tensor"),
+            tensors,
+            promoted,
+            squares_of(config, scales),
+            x.rows,
+            x.offs,
+            extents_of(config, x, m, n),
+        ).launch(
+            grid=[num_clusters * config.tile.num_ctas, 1, 1],
+            block=[self.warps.num_threads, 1, 1],
+            cluster=[config.tile.num_ctas, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def matrix(self, x: cute.Tensor, kind: OperandKind, mn_major: bool, depth: Any) -> cute.Tensor:
+        if self.config.ragged_k:
+            return ragged_rows_view(x)
+        return matrix_view(x, kind, mn_major, depth)
+
+    def sources(
+        self,
+        layouts: Layouts,
+        m: cute.Tensor,
+        n: cute.Tensor,
+        m_scales: cute.Tensor | None,
+        n_scales: cute.Tensor | None,
+    ) -> Sources:
+        """The TMA copies of one stage of each tensor that is neither decoded nor gathered."""
+        staged, out = layouts.stages, Sources(None, None)
+        others = [codes.side for codes in self.config.codes]
+        if self.config.gathered:
+            others.append(
+                "n" if self.config.tile.swap_ab or self.config.grouping == "k_grouped" else "m"
+            )
+        if "m" not in others:
+            out = out._replace(m=self.source(layouts, m, staged.m, True))
+        if "n" not in others:
+            out = out._replace(n=self.source(layouts, n, staged.n, False))
+        if self.config.mma_kind.is_block_scaled:
+            out = out._replace(
+                m_scales=self.source(layouts, m_scales, staged.m_scales, True, True),
+                n_scales=self.source(layouts, n_scales, staged.n_scales, False, True),
+            )
+        if self.config.tile.swap_partial and out.m is not None:
+            out = out._replace(partial_boxes=self.box_source(layouts, m))
+        if self.config.tile.swap_partial and self.config.mma_kind.is_block_scaled:
+            out = out._replace(
+                partial_m_scales=self.source(layouts, n_scales, staged.m_scales, True, True),
+                partial_n_scales=self.source(layouts, m_scales, staged.n_scales, False, True),
+            )
+        return out
+
+    def source(
+        self, layouts: Layouts, tensor: cute.Tensor, staged: Any, of_m: bool, is_scale: bool = False
+    ) -> TmaSource:
+        """The TMA copy of one stage of operand M or N: its elements or its block scales.
+
+        All CTAs need those of operand N.
+        """
+        mma, cluster, tiler = layouts.tiled_mma, layouts.cluster, layouts.tiler
+        op_of, make = (
+            blackwell_helpers.cluster_shape_to_tma_atom_A,
+            cute.nvgpu.make_tiled_tma_atom_A,
+        )
+        if not of_m:
+            op_of, make = (
+                blackwell_helpers.cluster_shape_to_tma_atom_B,
+                cute.nvgpu.make_tiled_tma_atom_B,
+            )
+        if is_scale and not of_m:
+            op_of = blackwell_helpers.cluster_shape_to_tma_atom_SFB
+            mma, cluster, tiler = layouts.tiled_mma_sf, layouts.cluster_sf, layouts.tiler_sf
+        op = op_of((self.config.tile.num_ctas, 1), layouts.tiled_mma.thr_id)
+        stage, kind = (
+            cute.slice_(staged, (None, None, None, 0)),
+            cutlass.Int16 if is_scale else None,
+        )
+        return TmaSource(*make(op, tensor, stage, tiler, mma, cluster.shape, internal_type=kind))
+
+    def box_source(self, layouts: Layouts, tensor: cute.Tensor) -> TmaSource:
+        box = cute.slice_(layouts.boxes, (None, None, 0))
+        op = cpasync.CopyBulkTensorTileG2SOp(layouts.tiled_mma.op.cta_group)
+        shape = (BOX_ROWS, layouts.tiler[2])
+        return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, box, shape))
+
+    def stores(self, layouts: Layouts, out: cute.Tensor, z: cute.Tensor | None) -> Stores:
+        """The TMA stores of one block of the output, and of what goes into an activation."""
+        stores, config = Stores(), self.config
+        if config.result is not None:
+            return stores
+        if not config.tile.swap_ab:
+            stores = stores._replace(
+                direct=store_source(out, layouts.halves if config.is_gated else layouts.out)
+            )
+            if z is not None:
+                stores = stores._replace(
+                    z=store_source(
+                        z, *((layouts.halves, 2) if config.pairs_rows else (layouts.out,))
+                    )
+                )
+        if layouts.swapped_out is not None:
+            stores = stores._replace(swapped=store_source(out, layouts.swapped_out))
+        return stores
+
+    @cute.kernel
+    def kernel(
+        self,
+        tiled_mma: cute.TiledMma,
+        tiled_mma_sf: cute.TiledMma,
+        source_atoms: Sources,
+        source_tensors: Sources,
+        store_atoms: Stores,
+        store_tensors: Stores,
+        tensors: EpilogueTensors,
+        promoted: tuple[cute.Tensor, cute.Tensor] | None,
+        squares: tuple[cute.Tensor | None, ...],
+        rows: cute.Tensor | None,
+        offs: cute.Tensor,
+        extents: Extents,
+    ) -> None:
+        config, warps = self.config, self.warps
+        layouts = Layouts(config)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+        smem = cutlass.memory.SmemAllocator()
+        barriers = Barriers.allocate(config, smem)
+        pipelines = make_pipelines(config, warps, layouts, barriers)
+        ab_pipeline, acc_pipeline, ring, tmem, codes_pipeline = pipelines
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
+        shared = self.allocate_stages(smem, layouts)
+        acc_layout = layouts.acc_layout()
+        staged_out = self.allocate_output(smem, layouts)
+        column_scales = None
+        if const_expr(config.column_scale_bytes > 0):
+            words = config.column_scale_bytes // 4
+            column_scales = smem.allocate_array(Float32, words, byte_alignment=16)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
+
+        tiles = TileReader(ring, barriers.tiles)
+        if warp == warps.scheduler_warp_id:
+            TileScheduler(config, ring, barriers.tiles, offs, extents).run()
+        if warp == warps.load_warp_id:
+            sources = paired(Sources, source_atoms, source_tensors)
+            loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
+            gather = None
+            if const_expr(config.gathered):
+                gather = GatherLoad(config, sources.rows.atom, rows, shared, cta)
+            self.load_warp(loads, sources, shared, tiles, ab_pipeline, gather).run()
+        if const_expr(config.codes):
+            if warp == warps.codes_load_warp_id:
+                sources = paired(Sources, source_atoms, source_tensors)
+                codes_load_warp(config, sources, shared, cta, tiles, codes_pipeline).run()
+            if warp >= warps.first_decode_warp_id:
+                DecodeWarps(
+                    config, warps, shared, squares, cta, tiles, codes_pipeline, ab_pipeline
+                ).run()
+        if warp == warps.mma_warp_id:
+            tmem.wait_for_alloc()
+            pointer = tmem.retrieve_ptr(Float32)
+            MmaWarp(
+                StageMma(config, shared, pointer), cta == 0, tiles, ab_pipeline, acc_pipeline
+            ).run()
+        if warp < warps.mma_warp_id:
+            tmem.allocate(TMEM_COLUMNS)
+            tmem.wait_for_alloc()
+            pointer = tmem.retrieve_ptr(Float32)
+            cta_row = cta * (config.tile.m // config.tile.num_ctas)
+            acc = cute.make_tensor(pointer, acc_layout)
+            direct = swapped = None
+            if const_expr(not config.tile.swap_ab):
+                halves = cute.make_tensor(staged_out.iterator, layouts.halves.outer)
+                of_out = halves if config.is_gated else staged_out
+                store = z_store = None
+                if const_expr(config.result is None):
+                    store = OutputStore(store_atoms.direct, store_tensors.direct, of_out)
+                if const_expr(config.keeps_z):
+                    z_store = OutputStore(
+                        store_atoms.z, store_tensors.z, halves if config.pairs_rows else staged_out
+                    )
+                direct = Epilogue(config, tensors, store, z_store, acc, cta_row, acc_pipeline)
+            if const_expr(config.tile.may_swap):
+                store = None
+                if const_expr(layouts.swapped_out is not None):
+                    blocks = cute.make_tensor(staged_out.iterator, layouts.swapped_out.outer)
+                    store = OutputStore(store_atoms.swapped, store_tensors.swapped, blocks)
+                staged = staged_out.iterator
+                swapped = SwappedEpilogue(
+                    config, tensors, staged, store, acc, cta_row, acc_pipeline
+                )
+            promoter = None
+            if const_expr(promoted is not None):
+                promoter = Promoter(config, promoted, acc, column_scales, cta_row, acc_pipeline)
+            EpilogueWarps(config, tensors, direct, swapped, cta_row, tiles, promoter).run()
+            tmem.relinquish_alloc_permit()
+            cute.arch.barrier(
+                barrier_id=int(NamedBarrierId.EPILOGUE),
+                number_of_threads=warps.num_epilogue_threads,
+            )
+            tmem.free(pointer)
+
+    def allocate_stages(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> Stages:
+        staged = layouts.stages
+        out = Stages(
+            *(
+                smem.allocate_tensor(dtype, x.outer, byte_alignment=1024, swizzle=x.inner)
+                for x, dtype in zip(staged[:2], layouts.elements, strict=True)
+            )
+        )
+        if self.config.mma_kind.is_block_scaled:
+            dtype = scale_type(self.config.mma_kind)
+            out = out._replace(
+                m_scales=smem.allocate_tensor(dtype, staged.m_scales, byte_alignment=128),
+                n_scales=smem.allocate_tensor(dtype, staged.n_scales, byte_alignment=128),
+            )
+        for codes in self.config.codes:
+            name = f"{codes.side}_codes"
+            layout, scales = getattr(staged, name), getattr(staged, f"{name}_scales")
+            made = smem.allocate_tensor(
+                cutlass.Uint8, layout.outer, byte_alignment=1024, swizzle=layout.inner
+            )
+            out = out._replace(**{name: made})
+            if scales is not None:
+                dtype = Float32 if codes.kind.has_row_scales else Int32
+                made = smem.allocate_tensor(dtype, scales, byte_alignment=128)
+                out = out._replace(**{f"{name}_scales": made})
+        return out
+
+    def allocate_output(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> cute.Tensor:
+        dtype = DSL_TYPES[self.config.out_dtype]
+        if self.config.tile.swap_ab:
+            layout = cute.make_layout(self.config.staged_bytes * 8 // dtype.width)
+            return smem.allocate_tensor(dtype, layout, byte_alignment=1024)
+        return smem.allocate_tensor(
+            dtype, layouts.out.outer, byte_alignment=1024, swizzle=layouts.out.inner
+        )
+
+    def load_warp(
+        self,
+        loads: StageLoads,
+        sources: Sources,
+        shared: Stages,
+        tiles: TileReader,
+        ab_pipeline: pipeline.PipelineTmaUmma,
+        gather: GatherLoad | None,
+    ) -> LoadWarp:
+        operand_m = [] if sources.m is None else [loads.m(sources.m, shared.m)]
+        operand_n = [] if sources.n is None else [loads.n(sources.n, shared.n)]
+        if self.config.mma_kind.is_block_scaled:
+            operand_m.append(loads.m(sources.m_scales, shared.m_scales, is_scale=True))
+            operand_n.append(loads.n(sources.n_scales, shared.n_scales, is_scale=True))
+        rest = (tuple(operand_m), tuple(operand_n), tiles, ab_pipeline, gather)
+        if not self.config.tile.swap_partial or sources.m is None and gather is None:
+            return LoadWarp(self.config, *rest)
+        boxes = None
+        if gather is None:
+            boxes = RowBoxes(
+                sources.partial_boxes,
+                cute.make_tensor(shared.m.iterator, loads.layouts.boxes.outer),
+            )
+        partial = SwappedPartial(boxes, loads.cta)
+        if self.config.mma_kind.is_block_scaled:
+            partial = partial._replace(
+                m_scales=loads.m(sources.partial_m_scales, shared.m_scales, is_scale=True),
+                n_scales=loads.n(sources.partial_n_scales, shared.n_scales, is_scale=True),
+            )
+        return SwappingLoadWarp(self.config, partial, *rest)

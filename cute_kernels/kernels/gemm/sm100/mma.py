@@ -1,0 +1,216 @@
+"""The MMA warp: block scales into tensor memory, then the tensor core's instructions."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, const_expr, cute, pipeline, range_constexpr
+
+from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+
+from ..common.scheduler import TileReader, WorkTile
+from . import umma
+from .config import K_BLOCKS, TMEM_LANES, Sm100GemmConfig
+from .storage import Stages
+
+#: Columns of tensor memory of one tile of block scales.
+_TILE_COLUMNS = SF_TILE_ROWS // TMEM_LANES
+
+
+class _StartedTile(NamedTuple):
+    """What the stages of a tile have in common: descriptors, of operands in the first stage.
+
+    ``blocks`` are units from one K block to the next, ``scales`` block scales in tensor memory, if
+    there are any.
+    """
+
+    acc: Int32
+    m: Int64
+    n: Int64
+    instruction: Int32
+    blocks: tuple[Int64 | int, Int64 | int]
+    scales: tuple[Int32, ...]
+
+
+class _StagedScales(NamedTuple):
+    """The block scales of one operand, in shared and in tensor memory, there from ``column`` on.
+
+    ``tiles`` of them lie side by side along M or N, and ``k_tiles`` along K of one stage.
+    """
+
+    descriptor: Int64
+    column: int
+    tiles: int
+    k_tiles: int
+
+    def copy(self, tmem: Int32, stage: Int32, num_ctas: int) -> None:
+        count, column = self.tiles * self.k_tiles, tmem + self.column
+        first = self.descriptor + Int64(stage) * (count * SF_TILE_BYTES // umma.UNIT)
+        for at in range(count):
+            # In shared memory K runs fastest; in tensor memory the tiles of all rows lie side by
+            # side for each step along K.
+            target = at % self.k_tiles * self.tiles + at // self.k_tiles
+            umma.copy_scales(
+                column + target * _TILE_COLUMNS, first + at * (SF_TILE_BYTES // umma.UNIT), num_ctas
+            )
+
+
+class StageMma:
+    """Instructions that multiply a stage."""
+
+    def __init__(self, config: Sm100GemmConfig, shared: Stages, tmem: cute.Pointer):
+        self.config = config
+        stages = (shared.m, shared.n)
+        self.m, self.n = map(umma.ElementStages.of, config.multiplied, stages, config.mn_major)
+        self.tmem = Int32(tmem.toint())
+        #: Columns from the first accumulator in tensor memory to the second; block scales are
+        #: behind both.
+        self.acc_stride = config.tile.n - config.acc_overlap
+        first = self.acc_stride + config.tile.n
+        columns = (first, first + config.sf_columns[0])
+        self.scales: tuple[_StagedScales, ...] = ()
+        if config.mma_kind.is_block_scaled:
+            self.scales = tuple(
+                _StagedScales(
+                    umma.scale_descriptor(x.iterator), column, tiles, config.k_scale_tiles
+                )
+                for x, column, tiles in zip(
+                    (shared.m_scales, shared.n_scales), columns, config.scale_tiles, strict=True
+                )
+            )
+
+    @cute.jit
+    def start(self, tile: WorkTile, which: Int32) -> _StartedTile:
+        config = self.config
+        m, n = self.m.first, self.n.first
+        blocks = self.m.block, self.n.block
+        cols = Int32(config.tile.n)
+        if const_expr(config.tile.swap_ab):
+            cols = config.instruction_n(cutlass.min(tile.rows, config.tile.n))
+        instruction = umma.instruction_descriptor((self.m, self.n), config.tile.m, cols)
+        if const_expr(config.tile.swap_partial):
+            fitted = config.instruction_n(tile.rows)
+            swapped = umma.instruction_descriptor((self.n, self.m), config.tile.m, fitted)
+            first, second = self.m.first, self.n.first
+            if tile.rows < config.tile.rows:
+                m, n, instruction = second, first, swapped
+            if const_expr(self.m.block != self.n.block):
+                # Another choice of values is more than CuTe DSL 4.8 compiles.
+                more = Int64(tile.rows < config.tile.rows) * (self.n.block - self.m.block)
+                blocks = self.m.block + more, self.n.block - more
+        scales = tuple(self.tmem + x.column for x in self.scales)
+        if const_expr(config.mma_kind.is_block_scaled and config.tile.n < SF_TILE_ROWS):
+            # A scale tile has four columns of 32 rows each.
+            scales = (scales[0], scales[1] + ((tile.n_sf_row & (SF_TILE_ROWS - 1)) >> 5))
+        acc = self.tmem + which * self.acc_stride
+        return _StartedTile(acc, m, n, instruction, blocks, scales)
+
+    @cute.jit
+    def multiply(self, tile: _StartedTile, stage: Int32, k_tile: Int32, left: Int32) -> None:
+        """Add a stage, the tile's ``k_tile``-th, with ``left`` K blocks to go.
+
+        The first overwrites what the accumulator holds.
+        """
+        # Where partial tiles are swapped, stages of both operands have one size.
+        m = tile.m + Int64(stage) * self.m.stage
+        n = tile.n + Int64(stage) * self.n.stage
+        with cute.arch.elect_one():
+            for scales in self.scales:
+                scales.copy(self.tmem, stage, self.config.tile.num_ctas)
+            for k_block in range_constexpr(K_BLOCKS):
+                self.issue(tile, m, n, k_block, k_tile, left)
+
+    def issue(
+        self, tile: _StartedTile, m: Int64, n: Int64, k_block: int, k_tile: Int32, left: Int32
+    ) -> None:
+        instruction, scales = tile.instruction, ()
+        if self.scales:
+            per_tile = self.config.mma_kind.k_blocks_of_scale_tile
+            k_scale_tile, number = divmod(k_block, per_tile)
+            instruction += umma.scale_id(number * SF_TILE_COLS // per_tile) if number else 0
+            scales = tuple(
+                at + k_scale_tile * x.tiles * _TILE_COLUMNS
+                for at, x in zip(tile.scales, self.scales, strict=True)
+            )
+        # The first instruction of a tile overwrites; those behind the tile's last do nothing.
+        flags = {"more_than": (left, k_block)} if k_block else {"accumulate": k_tile}
+        umma.multiply(
+            self.config.mma_kind,
+            tile.acc,
+            tuple(x + k_block * step for x, step in zip((m, n), tile.blocks, strict=True)),
+            instruction,
+            scales,
+            self.config.tile.num_ctas,
+            **flags,
+        )
+
+
+class MmaWarp:
+    """The MMA warp; only that of the leading CTA of a pair issues."""
+
+    def __init__(
+        self,
+        mma: StageMma,
+        is_leader: Boolean,
+        tiles: TileReader,
+        ab_pipeline: pipeline.PipelineTmaUmma,
+        acc_pipeline: pipeline.PipelineUmmaAsync,
+    ):
+        self.mma = mma
+        self.is_leader = is_leader
+        self.tiles = tiles
+        self.ab_pipeline = ab_pipeline
+        self.acc_pipeline = acc_pipeline
+
+    @cute.jit
+    def run(self) -> None:
+        tile_state = self.tiles.new_state()
+        ab_state = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Consumer, self.ab_pipeline.num_stages
+        )
+        acc_state = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Producer, self.acc_pipeline.num_stages
+        )
+        tile, tile_state = self.tiles.next(tile_state)
+        while tile.group >= 0:
+            if const_expr(self.mma.config.promotes):
+                if tile.k_blocks > 0 and self.is_leader:
+                    ab_state, acc_state = self.multiply_apart(tile, ab_state, acc_state)
+            elif tile.k_blocks > 0 and self.is_leader:
+                self.acc_pipeline.producer_acquire(acc_state)
+                # Overlapping accumulators have one barrier and take turns with its phase.
+                which = acc_state.index
+                if const_expr(self.acc_pipeline.num_stages == 1):
+                    which = acc_state.phase ^ 1
+                started = self.mma.start(tile, which)
+                for k_tile in cutlass.range(self.k_tiles(tile), unroll=1):
+                    ab_state = self.multiply(started, tile, ab_state, k_tile, k_tile)
+                self.acc_pipeline.producer_commit(acc_state)
+                acc_state.advance()
+            tile, tile_state = self.tiles.next(tile_state)
+        self.acc_pipeline.producer_tail(acc_state)
+
+    @cute.jit
+    def multiply_apart(self, tile: WorkTile, ab_state: Any, acc_state: Any) -> Any:
+        """Multiply each stage of a tile into an accumulator of its own; the next states."""
+        for k_tile in cutlass.range(self.k_tiles(tile), unroll=1):
+            self.acc_pipeline.producer_acquire(acc_state)
+            started = self.mma.start(tile, acc_state.index)
+            ab_state = self.multiply(started, tile, ab_state, k_tile, Int32(0))
+            self.acc_pipeline.producer_commit(acc_state)
+            acc_state.advance()
+        return ab_state, acc_state
+
+    def k_tiles(self, tile: WorkTile) -> Int32:
+        """Stages of a tile, by a shift: a division of a signed number takes more instructions."""
+        return (tile.k_blocks + (K_BLOCKS - 1)) >> (K_BLOCKS.bit_length() - 1)
+
+    @cute.jit
+    def multiply(
+        self, started: _StartedTile, tile: WorkTile, state: Any, k_tile: Int32, accumulate: Int32
+    ) -> Any:
+        self.ab_pipeline.consumer_wait(state)
+        # What lies behind the last K block belongs to another group or to nobody.
+        self.mma.multiply(started, state.index, accumulate, tile.k_blocks - k_tile * K_BLOCKS)
+        self.ab_pipeline.consumer_release(state)
+        state.advance()
+        return state

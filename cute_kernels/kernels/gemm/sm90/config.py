@@ -1,0 +1,503 @@
+"""What the grouped GEMM for sm_90a is compiled for, and how it uses a CTA's memory.
+
+The tensor cores of sm_90a know no FP4. A code times its block scale has 6 significant bits at most,
+so it is exact in fp16, and fp16 instructions multiply the values. Operand M goes into the kernel as
+codes and becomes fp16 in registers on the way to the tensor core. Operand N is read by several
+warpgroups, once for each tile of M; it is expanded to fp16 once, by a kernel before this one.
+
+An m_grouped product has its operands swapped: the weights, which are the larger operand and the one
+that is read from memory, are M, and the few rows of a group are N, in steps of 8. Those of FP8 need
+not be swapped where groups have many rows: block scales of rows of M cost less. Two CTAs with
+neighbouring tiles along M form a cluster when tiles are large: each loads half of operand N for
+both, which saves a third of what L2 is read for, and the power that takes.
+
+FP8 goes into the tensor cores as it is, both operands contiguous along K. Their accumulators keep
+13 fraction bits of its sums, so a configuration may promote: a fresh accumulator every 128 of K,
+whose sums go to fp32 registers, times block scales if there are any (``promotion``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+from cute_kernels.capability import Support
+from cute_kernels.kernels.gemm.common.operand_kinds import DTYPE_BYTES, OPERANDS
+from cute_kernels.kernels.gemm.common.problem import (
+    N_ALIGN,
+    GemmConfig,
+    GemmGrouping,
+    GemmProblem,
+    RowPart,
+    TileShape,
+)
+from cute_kernels.layout.lane_chunks import DECODED_SCALE
+from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS
+
+from . import cost_model as heuristics
+from .split_launches import parts_of
+
+#: Bytes along K of one stage: one swizzle atom. Where operand M is decoded a stage has a piece that
+#: the lanes of a quad read at once, see ``decode``, and two of them in tiles of up to
+#: ``_LONG_STAGE_N`` columns, whose instructions are short beside what a stage costs.
+_STAGE_ROW_BYTES = 128
+_LONG_STAGE_K = 2 * PIECE_K
+_LONG_STAGE_N = 16
+#: Columns up to which a tile's instructions are short beside what a group of them costs.
+_SHORT_N = 64
+#: Columns of a tile between those of narrow and wide ones, for what is decoded.
+_DECODED_N = 96
+#: Rows of tiles of which those of groups of one tile, and of several, are multiplied by turns.
+_MIXED_ROWS = 128
+#: Columns above which two warpgroups ping-pong: one multiplies while the other stores.
+_WIDE_N = 128
+#: Columns of instructions of wider fitted tiles: groups of 64, 128, 256 and 512 rows by lot take 3,
+#: 20, 13 and 7% less than in tiles of 128, even ones as much (H200).
+_FITTED_N = (64, 96, 128, 144, 160)
+#: Those of a tile that is staged whole, beside three stages of operands.
+_STAGED_N = 144
+#: Columns whose partial sums a warpgroup holds at a time, beside all sums in fp32.
+_PARTIAL_N = 128
+#: Row scales that TMA copies for a stage at least: 128 bytes, so that each stage's are aligned.
+_LEAST_SCALES = 32
+#: Rows of M of one instruction, which a warpgroup issues.
+WARPGROUP_M = 64
+#: Blocks of output of a tile at most, where TMA stores all of it.
+_WHOLE_TILE = 4
+#: Bytes of output that a warpgroup stages at a time, by the number of consumer warpgroups, and of a
+#: row of them.
+_BLOCK_BYTES = {1: 8192, 2: 8192, 4: 2048}
+_BLOCK_ROW_BYTES = 128
+#: Of output that a warpgroup stages at a time where two decode operand M of weights, or promote.
+_SMALL_BLOCK_BYTES = 2048
+_SMEM_CAPACITY = 232448
+_SMEM_RESERVED = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90Tile(TileShape):
+    """What a CTA works on at a time; ``m`` and ``n`` are those of one CTA.
+
+    Attributes:
+        num_ctas: CTAs of a cluster. They have neighbouring tiles along M and the same one along
+            N: each loads a part of operand N for all of them.
+        consumers: warpgroups that share the tile along M.
+        fitted: instructions are as wide as the rows of the group that the tile has, not as N.
+            Above 128 columns the rows of a group are spread over its tiles.
+    """
+
+    consumers: int = 2
+    fitted: bool = False
+
+    @property
+    def cluster_m(self) -> int:
+        return self.m * self.num_ctas
+
+
+SM90_TILES = (
+    Sm90Tile(256, 8, swap_ab=True, consumers=4),
+    Sm90Tile(256, 16, swap_ab=True, consumers=4),
+    Sm90Tile(256, 32, swap_ab=True, consumers=4),
+    Sm90Tile(64, 32, swap_ab=True, consumers=1),
+    Sm90Tile(256, 64, swap_ab=True, consumers=4),
+    Sm90Tile(256, 32, swap_ab=True, consumers=4, fitted=True),
+    Sm90Tile(128, 128, swap_ab=True),
+    Sm90Tile(256, 96, num_ctas=2, swap_ab=True),
+    Sm90Tile(256, 128, num_ctas=2, swap_ab=True),
+    Sm90Tile(128, 256, num_ctas=2, swap_ab=True),
+    Sm90Tile(128, 128),
+    Sm90Tile(128, 256),
+    Sm90Tile(128, 256, num_ctas=2),
+    Sm90Tile(256, 128),
+    Sm90Tile(256, 160, num_ctas=2, swap_ab=True, fitted=True),
+    Sm90Tile(256, 160, swap_ab=True, fitted=True),
+    Sm90Tile(256, 144, num_ctas=2, swap_ab=True, fitted=True),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90GemmConfig(GemmConfig):
+    """One variant of the grouped GEMM for sm_90a.
+
+    Attributes:
+        activations: dtype of A where it is plain and B is NVFP4; None if both are of one kind.
+        prepacked: B's codes have the order of bits that ``decode`` takes fewer instructions
+            for.
+        split: sums of operands without block scales are promoted.
+        part: the row tiles that it takes where several kernels share the product; None for all.
+    """
+
+    tile: Sm90Tile = Sm90Tile(128, 128)
+    activations: str | None = None
+    prepacked: bool = False
+    split: bool = False
+    part: RowPart | None = None
+
+    arch: ClassVar[str] = "sm_90a"
+    kernel: ClassVar[str] = "cute_kernels.kernels.gemm.sm90.kernel:Sm90Gemm"
+    tile_shapes: ClassVar[tuple[TileShape, ...]] = SM90_TILES
+    estimated_cycles = heuristics.estimated_cycles
+    parts = parts_of
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.decoded_to is not None:
+            raise ValueError(f"{self.operand} is not multiplied by {self.b_operand}")
+        if self.activations is not None:
+            if self.activations not in DECODED_SCALE:
+                kinds = " or ".join(DECODED_SCALE)
+                raise ValueError(f"activations must be {kinds}, got {self.activations!r}")
+            if not self.is_decoded or self.grouping != "m_grouped" or self.row_scaled:
+                raise ValueError("activations need FP4 weights of an m_grouped product")
+        if self.prepacked and not (self.multiplied == "float16" and self.grouping == "m_grouped"):
+            raise ValueError("only FP4 weights that are decoded to fp16 can be prepacked")
+        if self.split and (not self.kind.has_short_sums or self.kind.has_row_scales):
+            raise ValueError(f"sums of {self.operand} are not split")
+        if self.part is not None:
+            if self.grouping != "m_grouped":
+                raise ValueError("only an m_grouped product has parts")
+            rows = self.part.chunk if self.part.most == self.part.chunk else self.part.most
+            if self.tile.rows < rows or self.tile.rows > self.part.chunk:
+                raise ValueError(f"tiles of {self.tile.rows} rows cannot be those of {self.part}")
+
+    @classmethod
+    def any_tile(cls, grouping: GemmGrouping) -> Sm90Tile:
+        return Sm90Tile(128, 128, swap_ab=grouping == "m_grouped")
+
+    def refuses(self, tile: Sm90Tile) -> str:
+        is_scaled = self.kind.is_block_scaled and not self.kind.has_row_scales
+        if not self.kind.is_decodable or is_scaled and not self.is_decoded:
+            return f"there is no kernel for {self.operand} yet"
+        if tile.m == WARPGROUP_M and (
+            not self.kind.is_wgmma or self.kind.has_short_sums or self.gathered or self.activation
+        ):
+            # For a router's logits: 512 tokens of 7168 to 32 experts take 17 us, in tiles of 256 x
+            # 8 74 (H200).
+            return "a warpgroup alone has plain operands"
+        if tile.swap_ab and self.grouping == "k_grouped":
+            return "only operands of an m_grouped product are swapped"
+        if not self.kind.has_short_sums:
+            if not tile.swap_ab and self.grouping == "m_grouped":
+                return f"operands of an m_grouped product of {self.operand} are swapped"
+            if not tile.swap_ab and tile.num_ctas > 1:
+                return f"CTAs share operands of {self.operand} that are swapped"
+        if not self.gathered and (tile.m, tile.n, tile.num_ctas) == (256, 128, 1):
+            return "only products with a warpgroup that gathers have this tile"
+        if self.gathered and (tile.num_ctas > 1 or tile.consumers == 2 and tile.n > _FITTED_N[-1]):
+            # A CTA gathers all of its rows. And as with an activation, see below.
+            return f"products of rows by an index have one CTA, and instructions of at most {_FITTED_N[-1]} columns"
+        if self.is_decoded and tile.swap_ab and tile.n > _WIDE_N:
+            # 3 to 5% slower than 256 x 128 at 512 and 4096 rows a group (H200).
+            return f"operands that are decoded have at most {_WIDE_N} columns"
+        if self.promotes and tile.m != tile.consumers * WARPGROUP_M:
+            return "there are no registers for sums and partial sums of two instructions along M"
+        if self.activation is not None and tile.n > _FITTED_N[-1] and not self.promotes:
+            # With a warpgroup more ptxas has 128 registers for an instruction, and its sums take as
+            # many.
+            return (
+                f"products with an activation have instructions of at most {_FITTED_N[-1]} columns"
+            )
+        if tile.fitted and tile.n > _WIDE_N:
+            is_staged = (
+                self.activation is not None and self.out_dtype != "float32" and not self.gathered
+            )
+            if (tile.n == _STAGED_N) != is_staged:
+                return "a tile of which all is staged has fewer columns"
+            if self.kind.has_short_sums and (self.activation is not None or self.gathered):
+                # Never timed. FP8Block took 15 to 40% more in such tiles of 128 rows (H200).
+                return f"plain products of {self.operand} alone spread rows"
+        if self.activation is not None and self.promotes and tile.num_ctas > 1:
+            # 128 x 256 alone: 320 us where two CTAs took 403, which wait for each other's stages
+            # (H200).
+            return "CTAs that promote and activate share nothing"
+        if not self.is_decoded and (tile.fitted and tile.n <= _WIDE_N or tile.n == _DECODED_N):
+            return "only products of operands that are decoded have this tile"
+        return ""
+
+    def has_blocks(self, tile: Any) -> bool:
+        if self.result is None:
+            return True
+        # The warps that store a tile have them, or all warpgroups of its CTA.
+        is_whole = tile.cols == 4 * WARPGROUP_M and tile.swap_ab == (tile.consumers == 4)
+        return is_whole and self.out_dtype != "float32"
+
+    def can_implement(self, problem: GemmProblem) -> Support:
+        if self.is_decoded and self.pairs_rows and self.tile.m < 2 * SF_TILE_ROWS:
+            return Support(
+                False, "a tile must have whole tiles of block scales of both halves of B"
+            )
+        return super().can_implement(problem)
+
+    @property
+    def rows_taken(self) -> RowPart:
+        return self.part or super().rows_taken
+
+    @property
+    def mixes_groups(self) -> bool:
+        # Zipf's law at 128 rows: 2 to 9% faster. Others lose as much if not spread: tiles of unlike
+        # length drift apart, so that L2 has no longer what the next one reads (H200).
+        mixes = (
+            self.kind.has_short_sums
+            and self.tile.rows == _MIXED_ROWS
+            and (self.tile.swap_ab or self.promotes)
+        )
+        return (mixes or self.spreads_rows) and self.grouping == "m_grouped"
+
+    @property
+    def spreads_rows(self) -> bool:
+        return self.tile.fitted and self.tile.n > _WIDE_N
+
+    @property
+    def num_sched_stage(self) -> int:  # type: ignore[override]
+        # Nobody has a tile that it does not need yet.
+        return 1 if self.mixes_groups else GemmConfig.num_sched_stage
+
+    @property
+    def skips_rows(self) -> bool:
+        """Whether a warpgroup multiplies nothing of a tile that ends before its rows."""
+        return self.mixes_groups and not self.tile.swap_ab
+
+    @property
+    def instruction_k(self) -> int:
+        return OPERANDS[self.multiplied].instruction_k
+
+    @property
+    def stage_k(self) -> int:
+        if not self.is_decoded:
+            return _STAGE_ROW_BYTES * 8 // self.multiplied_bits
+        return _LONG_STAGE_K if self.tile.n <= _LONG_STAGE_N else PIECE_K
+
+    @property
+    def pieces(self) -> int:
+        return self.stage_k // PIECE_K
+
+    @property
+    def promotes(self) -> bool:
+        """Whether the sums over each stage go from the accumulators to fp32 registers."""
+        return self.split or self.kind.has_row_scales
+
+    @property
+    def partial_n(self) -> int:
+        """Columns of an instruction where sums are promoted."""
+        return min(self.tile.n, _PARTIAL_N)
+
+    @property
+    def row_scales(self) -> tuple[int, int]:
+        """Scales of single rows of operands M and N in a stage; 0 without them."""
+        sides = ((self.m_kind, self.tile.m), (self.n_kind, self.tile.n))
+        m, n = (
+            max(rows, _LEAST_SCALES) if kind.has_row_scales and not kind.has_squares else 0
+            for kind, rows in sides
+        )
+        return m, n
+
+    @property
+    def k_blocks(self) -> int:
+        return self.stage_k // self.instruction_k
+
+    @property
+    def k_groups(self) -> int:
+        """Groups of instructions of one stage: one is decoded while another is multiplied.
+
+        Narrow tiles pay for a group more than they gain from its being short; wide ones do not, and
+        256 x 128 lost 4% with two groups (H200).
+        """
+        if not self.is_decoded:
+            return self.k_blocks
+        # Several widths take registers: with fewer groups ptxas would serialize the products.
+        return (2 if self.tile.n <= _SHORT_N and not self.tile.fitted else 4) * self.pieces
+
+    @property
+    def instruction_groups(self) -> tuple[int, ...]:
+        """Instructions along K in each group of a stage.
+
+        Operands that are not decoded need two: while the first one's product runs, those of the
+        stage before are waited for, and that stage is freed.
+        """
+        if not self.is_decoded:
+            return 1, self.k_blocks - 1
+        return (self.k_blocks // self.k_groups,) * self.k_groups
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether operand M comes as codes, and becomes what is multiplied in registers."""
+        return not self.kind.is_wgmma
+
+    @property
+    def multiplied(self) -> str:
+        if not self.is_decoded:
+            return self.operand
+        return self.activations or "float16"
+
+    @property
+    def multiplied_bits(self) -> int:
+        return OPERANDS[self.multiplied].bits
+
+    @property
+    def expanded(self) -> str | None:
+        """The operand, "a" or "b", that a kernel before this one puts into the order of ``decode``.
+
+        It comes as the fp16 values of its codes, or as activations.
+        """
+        if not self.is_decoded:
+            return None
+        return "a" if self.tile.swap_ab else "b"
+
+    @property
+    def consumers(self) -> int:
+        return self.tile.consumers
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of an instruction: one is chosen for each tile."""
+        if self.spreads_rows:
+            return tuple(width for width in _FITTED_N if width <= self.tile.n)
+        if self.mixes_groups and not self.promotes:
+            return self.tile.n // 2, self.tile.n
+        if not self.tile.fitted:
+            return (self.tile.n,)
+        return tuple(8 << i for i in range((self.tile.n // 8).bit_length()))
+
+    @property
+    def is_ping_pong(self) -> bool:
+        """Whether two warpgroups go through their epilogues one after the other.
+
+        Then they are some stages apart, and one multiplies while the other stores: 2.5% at K =
+        2048. It costs as many stages of prefetch, which few rows, bound by memory, need more: 2% of
+        the time at 128 rows (H200).
+        """
+        is_hidden = self.stores_by_tma and self.promotes and self.out_dtype != "float32"
+        return (
+            self.tile.n > _WIDE_N
+            and not self.spreads_rows
+            and not self.stores_apart
+            and not is_hidden
+        )
+
+    @property
+    def m_stage_bytes(self) -> tuple[int, int]:
+        """Bytes of operand M in one stage, and of its block scales."""
+        if self.is_decoded:
+            return (
+                self.tile.m * self.stage_k * self.kind.bits // 8,
+                self.tile.m * self.stage_k // self.kind.sf_vec_size,
+            )
+        return self.tile.m * self._multiplied_row_bytes, self.row_scales[0] * 4
+
+    @property
+    def n_stage_bytes(self) -> tuple[int, int]:
+        """Bytes of operand N in one stage, and of its block scales."""
+        return self.tile.n * self._multiplied_row_bytes, self.row_scales[1] * 4
+
+    @property
+    def stage_bytes(self) -> int:
+        return sum(self.m_stage_bytes) + sum(self.n_stage_bytes)
+
+    @property
+    def gather_warps(self) -> int:
+        """Warps that gather: those that are left over, or a warpgroup.
+
+        A warp copies 32 vectors in 55 to 75 cycles, so that two of them take 1200 cycles for 128
+        rows of a stage, more than their products do (H200).
+        """
+        return (4 if self.consumers == 2 else 2) if self.gathered else 0
+
+    @property
+    def _multiplied_row_bytes(self) -> int:
+        return self.stage_k * self.multiplied_bits // 8
+
+    @property
+    def stores_apart(self) -> bool:
+        """Whether a warpgroup of its own activates and stores what others staged of a whole tile.
+
+        An activation takes as many instructions as products of K = 1000; so they run meanwhile.
+        """
+        return (
+            self.activation is not None
+            and self.consumers == 2
+            and self.out_dtype != "float32"
+            and not self.gathered
+        )
+
+    @property
+    def stores_by_tma(self) -> bool:
+        """Whether TMA stores: it clips blocks at the ends of a matrix, not of a group's rows.
+        wgrad: -6 to -19%.
+        """
+        return self.grouping == "k_grouped" and not self.accumulate
+
+    @property
+    def stores_whole_tiles(self) -> bool:
+        """Whether TMA has all of a tile at a time, and products a stage less; many rows (clusters)
+        need that.
+        """
+        has_time = (
+            self.is_decoded or self.promotes and not (self.row_scales[1] and self.tile.num_ctas > 1)
+        )
+        return self.stores_by_tma and has_time and self.tile.n // self.block_shape[1] <= _WHOLE_TILE
+
+    @property
+    def skips_k(self) -> bool:
+        """Whether nothing is multiplied past a group's last row: 16 bits gain 3 to 4%, FP8 loses if
+        even (H200).
+        """
+        return self.grouping == "k_grouped" and not self.is_decoded and not self.kind.has_short_sums
+
+    @property
+    def staged_type(self) -> str:
+        """What the epilogue passes through shared memory: rounded, unless something is added."""
+        return "float32" if self.accumulate else self.out_dtype
+
+    @property
+    def num_store_stage(self) -> int:  # type: ignore[override]
+        """Blocks of output that a warpgroup stages by turns.
+
+        One where blocks are large and sums are promoted: there it makes room for a stage more. All
+        of a tile where another warpgroup stores them, or TMA at once.
+        """
+        if self.stores_whole_tiles:
+            return self.tile.n // self.block_shape[1]
+        if self.stores_apart:
+            rows, cols = self.block_shape
+            return self.tile.m * self.tile.n // (self.consumers * rows * cols)
+        return 1 if self.promotes and not self.tile.swap_ab else 2
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """Rows and columns of the output that a warpgroup stages at a time."""
+        width = DTYPE_BYTES[self.staged_type]
+        if self.tile.swap_ab:
+            size = _BLOCK_BYTES[self.consumers]
+            if (self.is_decoded or self.promotes) and self.consumers == 2 and not self.stores_apart:
+                # Stages are long, and one more of them is worth more than few blocks.
+                size = _SMALL_BLOCK_BYTES
+            rows = max(N_ALIGN, size // (WARPGROUP_M * width))
+            return max(math.gcd(self.tile.n, r) for r in (rows, rows // 4 * 3)), WARPGROUP_M
+        return WARPGROUP_M, _BLOCK_ROW_BYTES // width
+
+    @property
+    def block_bytes(self) -> int:
+        rows, cols = self.block_shape
+        return rows * cols * DTYPE_BYTES[self.staged_type]
+
+    @property
+    def factor_words(self) -> int:
+        """Words of shared memory for the factors of a tile's rows, and amaxes of those of two
+        blocks.
+        """
+        of_blocks = self.consumers * self.block_shape[0] if self.quantizes_to is not None else 0
+        return self.row_factors + 2 * of_blocks
+
+    @property
+    def row_factors(self) -> int:
+        """Factors of a tile's rows, each of all warpgroups."""
+        return self.consumers * self.tile.n if self.row_scaled else 0
+
+    @property
+    def epilogue_bytes(self) -> int:
+        return self.consumers * self.num_store_stage * self.block_bytes + self.factor_words * 4
+
+    @property
+    def num_ab_stage(self) -> int:
+        return (_SMEM_CAPACITY - _SMEM_RESERVED - self.epilogue_bytes) // self.stage_bytes

@@ -1,0 +1,144 @@
+"""What a tile costs: a small model of time, as for sm_100a, of an H200 with the memory that the GPU
+has.
+
+Group sizes are on the device, so all groups are taken to be of the mean size. A step of a tile
+along K costs the larger of the time to decode and multiply, and the time to load.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import TYPE_CHECKING
+
+from cute_kernels.layout.shapes import ceil_div
+
+from ..common.problem import GemmProblem
+
+if TYPE_CHECKING:
+    from .config import Sm90GemmConfig
+
+#: Bits of operand M times rows of operand N that one SM multiplies in a cycle.
+_BITS_PER_CYCLE = 2048 * 16
+#: Elements that one SM decodes in a cycle, as if that came before the products, not beside them:
+#: with instructions of up to 64 columns, and with wider ones, which hide half of it (H200).
+_DECODED_PER_CYCLE = (40, 76)
+_NARROW_N = 64
+#: Partial sums that one SM promotes in a cycle, as if that came after the products, not beside
+#: those of another warpgroup: without scales, with scales of rows of operand M, and with scales of
+#: columns, which shared memory, busy with operands, is slow to give (H200).
+_PROMOTED_PER_CYCLE = (500, 160, 45)
+#: Bytes that one SM loads in a cycle: from L2, and its share of memory. What the CTAs of a cluster
+#: share is read from L2 once: 5% of the time of bf16 tiles of 128 x 256.
+_LOAD_BYTES_PER_CYCLE = 46
+_HBM_BYTES_PER_CYCLE = 19
+#: Peak bytes a second of an H200's memory for each of its SMs, by its clock and bus.
+_PEAK_PER_SM = 2 * 3.201e9 * 6144 / 8 / 132
+#: Part of the time of everything that is not hidden behind the slowest.
+_LOST_OVERLAP = 0.1
+#: Cycles before the first MMA of a tile's pipeline and after the last: TMA latency and epilogue.
+_FILL_CYCLES = 3000
+#: That of promoted sums whose whole tile TMA stores.
+_FILL_CYCLES_WHOLE = 2500
+#: What a tile may cost more that does not fit itself to the rows of each group and does not hold
+#: twice the mean. With group sizes by Zipf's law and 16 rows on average 256 x 16 takes 1.6 times
+#: what it takes with equal ones (H200).
+_UNEVEN_GROUPS = 1.07
+#: What products take more in tiles that spread rows, with 256 to 2048 a group (H200).
+_OF_SPREAD = 1.1
+#: That of FP8 where a group has more rows than two tiles: equal groups of 384 to 512 rows take 3 to
+#: 11% longer than in 128 x 256, those by lot 7% longer to 5% less (H200).
+_OF_SPREAD_FP8 = 1.35
+#: Sizes of groups by lot that are averaged.
+_QUANTILES = 16
+#: Rows of a group that have more than one tile, unless all are of one size.
+_LARGE_GROUP = 128
+#: What FP8 tiles take that mix groups beside those that do not, which are 128 x 256: of groups of
+#: up to a tile on average, and of more, which take 3 to 8% longer (H200).
+_MIXED = (0.95, 1.1)
+
+
+def _spread(mean: int, widths: tuple[int, ...], is_one: bool) -> tuple[float, float]:
+    """Row tiles of a group by lot, or of the only one, and columns of a tile, on average."""
+    lot = statistics.NormalDist(mean, math.sqrt(mean))
+    sizes = (
+        [mean]
+        if is_one
+        else [max(1, round(lot.inv_cdf((i + 0.5) / _QUANTILES))) for i in range(_QUANTILES)]
+    )
+    counts = [ceil_div(size, widths[-1]) for size in sizes]
+    columns = [
+        next(w for w in widths if size <= w * n) * n for size, n in zip(sizes, counts, strict=True)
+    ]
+    return sum(counts) / len(sizes), sum(columns) / sum(counts)
+
+
+def _bytes_from_memory(bandwidth: float | None, num_sms: int) -> int:
+    """What an SM loads from memory in a cycle.
+
+    Whole bytes, so that every H200 has one choice of tiles.
+    """
+    return (
+        _HBM_BYTES_PER_CYCLE
+        if bandwidth is None
+        else round(_HBM_BYTES_PER_CYCLE * bandwidth / num_sms / _PEAK_PER_SM)
+    )
+
+
+def estimated_cycles(
+    config: Sm90GemmConfig, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
+) -> float:
+    tile = config.tile
+    live = min(problem.groups, problem.rows)
+    mean = ceil_div(problem.rows, live)
+    width = float(next((w for w in config.widths if mean <= w), tile.n) if tile.fitted else tile.n)
+    if config.grouping == "m_grouped":
+        # A group of more than a tile ends half-way through one on average. So do large ones that
+        # have the rows of one tile on average: some have more, others less.
+        row_tiles = (
+            1.0 if mean <= min(tile.rows, _LARGE_GROUP) else max(1.0, mean / tile.rows + 0.5)
+        )
+        depth = problem.k
+        if config.spreads_rows:
+            row_tiles, width = _spread(mean, config.widths, live == 1)
+    else:
+        row_tiles, depth = float(ceil_div(problem.m, tile.rows)), mean
+    tiles = live * row_tiles * ceil_div(problem.n, tile.cols)
+    clusters = num_sms // tile.num_ctas
+    # Whole waves while there are few of them; many even out.
+    waves = max(1.0, tiles / clusters) if tiles > 4 * clusters else -(-tiles // clusters)
+    multiply = tile.m * width * config.stage_k * config.multiplied_bits / _BITS_PER_CYCLE
+    if config.spreads_rows:
+        multiply *= (
+            _OF_SPREAD_FP8 if config.kind.has_short_sums and mean > 2 * tile.n else _OF_SPREAD
+        )
+    if config.is_decoded:
+        multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE[width > _NARROW_N]
+    if config.promotes:
+        has_scales, has_columns = config.kind.has_row_scales, config.row_scales[1] > 0
+        multiply += tile.m * tile.n / _PROMOTED_PER_CYCLE[has_scales + has_columns]
+    own, shared = sum(config.m_stage_bytes), sum(config.n_stage_bytes) / tile.num_ctas
+    load = (own + shared) / _LOAD_BYTES_PER_CYCLE
+    is_weight_n = config.grouping == "m_grouped" and not tile.swap_ab
+    from_memory = (
+        (shared if is_weight_n else own) / row_tiles / _bytes_from_memory(bandwidth, num_sms)
+    )
+    if is_weight_n and mean <= tile.m:
+        # CTAs of a cluster that have no rows load their part late: FP8Block, 128 rows, 428 us
+        # instead of 375 (H100).
+        from_memory *= tile.num_ctas
+    # Overlap is not perfect; and where memory bounds all tiles, that with the least work is best.
+    stage = max(multiply, load, from_memory) + _LOST_OVERLAP * (multiply + load)
+    fill = _FILL_CYCLES_WHOLE if config.promotes and config.stores_whole_tiles else _FILL_CYCLES
+    cycles = waves * (ceil_div(depth, config.stage_k) * stage + fill)
+    holds_more = tile.fitted or tile.rows >= 2 * mean
+    if config.grouping == "m_grouped" and not holds_more:
+        # Groups are rarely of one size. That is not known here, but what it may cost is.
+        cycles *= _UNEVEN_GROUPS
+    if (
+        config.mixes_groups
+        and not (config.promotes or config.spreads_rows)
+        and 2 * mean >= tile.rows
+    ):
+        cycles *= _MIXED[mean > tile.rows]
+    return cycles

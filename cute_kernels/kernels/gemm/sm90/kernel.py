@@ -1,0 +1,288 @@
+"""The persistent, warp-specialised grouped GEMM for sm_90a.
+
+Roles of a CTA and what passes between them:
+
+========== ======================== =======================================================
+pipeline   from -> to               full; empty
+========== ======================== =======================================================
+tile ring  scheduler -> all others  one arrival; one a warp
+numbers    scheduler -> other CTA's one arrival; one
+ab         load -> consumers        the bytes of a stage; one a consumer warp of the cluster
+ab         gather -> consumers      one a lane, once its copies are there
+========== ======================== =======================================================
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, Uint8, const_expr, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels.device.launch import env_stream
+
+from ..common.fakes import FakeArguments
+from ..common.loader import LoadWarp, StageLoad, TmaSource, each, paired
+from ..common.operand_kinds import OPERANDS
+from ..common.output_store import EpilogueTensors, OutputStore, store_source
+from ..common.problem import Extents, GemmArguments
+from ..common.scheduler import TileReader, TileScheduler
+from ..common.views import (
+    codes_view,
+    extents_of,
+    matrix_view,
+    paired_rows,
+    ragged_rows_view,
+    row_scales_view,
+    scale_words_view,
+    squares_view,
+)
+from .config import Sm90GemmConfig
+from .consumer import Consumer
+from .epilogue import Epilogue, StoreWarps
+from .gather import Gathered, GatherWarp
+from .promotion import Promoter
+from .storage import Barriers, Layouts, Stages, make_pipelines
+from .warp_schedule import WarpSchedule
+
+
+class Sources(NamedTuple):
+    """Something of each tensor that TMA moves: the copies, their coordinates, or both.
+
+    Operand M's block scales are of tiles or of single rows, operand N's of single rows.
+    """
+
+    m: Any
+    n: Any
+    m_scales: Any = None
+    n_scales: Any = None
+    out: Any = None
+
+
+class Sm90Gemm:
+    """Grouped GEMM of one configuration, see the module."""
+
+    def __init__(self, config: Sm90GemmConfig):
+        self.config = config
+        self.warps = WarpSchedule(config.consumers, config.stores_apart, config.gather_warps)
+
+    @staticmethod
+    def fake_args(config: Sm90GemmConfig) -> tuple[Any, ...]:
+        fake = FakeArguments(config)
+        arguments = fake.arguments()
+        if config.expanded == "a":
+            arguments = arguments._replace(a=fake.expanded(config.multiplied), a_scales=None)
+        if config.expanded == "b":
+            arguments = arguments._replace(b=fake.expanded(config.multiplied), b_scales=None)
+        if config.activations is not None:
+            arguments = arguments._replace(a_amax=None)
+        return (*arguments, env_stream())
+
+    @cute.jit
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel: ``GemmArguments``, and the stream where.
+
+        What is fp16 or bf16 beside codes has its elements in the order of ``decode``, and K as a
+        multiple of 128.
+        """
+        config, layouts = self.config, Layouts(self.config)
+        x, stream = GemmArguments(*args[:-1]), args[-1]
+        m, n, m_scales, n_scales = x.in_order(config)
+        # Codes of B may be padded along K.
+        depth = x.a.shape[1] if config.grouping == "m_grouped" else None
+        m, n = self.views(m, n, depth)
+        sources = Sources(self.source(m, layouts.stages.m, layouts.tilers.m), None)
+        if const_expr(not config.gathered):
+            sources = sources._replace(
+                n=self.source(n, layouts.stages.n, layouts.tilers.n, config.tile.num_ctas)
+            )
+        if const_expr(config.is_decoded):
+            words = scale_words_view(m_scales)
+            if const_expr(config.pairs_rows):
+                words = paired_rows(words)
+            scales = self.source(words, layouts.stages.m_scales, layouts.tilers.m_scales)
+            sources = sources._replace(m_scales=scales)
+        squares = (None, None)
+        if const_expr(config.kind.has_row_scales):
+            rows_of, squares = self.row_scales(layouts, m_scales, n_scales)
+            sources = sources._replace(m_scales=rows_of[0], n_scales=rows_of[1])
+        if const_expr(config.stores_by_tma):
+            sources = sources._replace(out=store_source(x.out, layouts.out))
+        gathered = None
+        if const_expr(config.gathered):
+            gathered = Gathered(x.b if config.grouping == "k_grouped" else x.a, x.rows)
+        self.kernel(
+            each(Sources, sources, "atom"),
+            each(Sources, sources, "tensor"),
+            squares,
+            EpilogueTensors.of(x),
+            gathered,
+            x.offs,
+            extents_of(config, x, m, n),
+            x.counter,
+        ).launch(
+            grid=[x.num_sms // config.tile.num_ctas * config.tile.num_ctas, 1, 1],
+            block=[self.warps.num_threads, 1, 1],
+            cluster=[config.tile.num_ctas, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=config.rows_taken.follows,
+        )
+
+    def views(self, m: cute.Tensor, n: cute.Tensor, depth: Any) -> tuple[cute.Tensor, cute.Tensor]:
+        """Operands M and N as (rows, K, groups), or M as (rows, bytes, groups) of codes;
+
+        ``depth`` is K.
+        """
+        config = self.config
+        if config.ragged_k:
+            return ragged_rows_view(m), ragged_rows_view(n)
+        if config.is_decoded:
+            m, n = codes_view(m), matrix_view(n, OPERANDS[config.multiplied], False)
+        else:
+            m_major, n_major = config.mn_major
+            m, n = (
+                matrix_view(m, config.m_kind, m_major, depth),
+                matrix_view(n, config.n_kind, n_major, depth),
+            )
+        if not config.pairs_rows:
+            return m, n
+        return (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))
+
+    def row_scales(
+        self, layouts: Layouts, m_scales: cute.Tensor, n_scales: cute.Tensor
+    ) -> tuple[list[TmaSource | None], tuple[cute.Tensor | None, ...]]:
+        """Copies of the fp32 scales of single rows of operands M and N; those of squares."""
+        staged, tilers = layouts.stages, layouts.tilers
+        sides = (
+            (m_scales, staged.m_scales, tilers.m_scales),
+            (n_scales, staged.n_scales, tilers.n_scales),
+        )
+        rows = [
+            tiler and self.source(row_scales_view(x), stages, tiler) for x, stages, tiler in sides
+        ]
+        return rows, tuple(squares_view(x) if tiler is None else None for x, _, tiler in sides)
+
+    def source(
+        self, tensor: cute.Tensor, staged: Any, tiler: tuple[int, ...], sharers: int = 1
+    ) -> TmaSource:
+        """The TMA copy of one stage of a tensor, of which each of several CTAs loads a part."""
+        stage = cute.slice_(staged, (*[None] * len(tiler), 0))
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        if sharers > 1:
+            op = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, stage, tiler, sharers))
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: Sources,
+        tensors: Sources,
+        squares: tuple[cute.Tensor | None, ...],
+        epilogue_tensors: EpilogueTensors,
+        gathered: Gathered | None,
+        offs: cute.Tensor,
+        extents: Extents,
+        counter: cute.Tensor | None,
+    ) -> None:
+        config, warps = self.config, self.warps
+        layouts = Layouts(config)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+        smem = cutlass.memory.SmemAllocator()
+        barriers = Barriers.allocate(config, layouts, smem)
+        ab_pipeline, ring, numbers = make_pipelines(config, warps, barriers)
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
+        shared = self.allocate_stages(smem, layouts)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
+
+        if const_expr(config.part is not None):
+            # The next part's CTAs take the places of this one's: each needs a whole SM.
+            cute.arch.griddepcontrol_launch_dependents()
+        tiles = TileReader(ring, barriers.tiles)
+        consumer_registers, other_registers = warps.registers
+        if warp < warps.num_consumer_warps:
+            cute.arch.setmaxregister_increase(consumer_registers)
+            buffers = (barriers.blocks, barriers.factors)
+            store = OutputStore(atoms.out, tensors.out, barriers.blocks)
+            epilogue = Epilogue(config, epilogue_tensors, *buffers, cta, output_store=store)
+            promoter = None
+            if const_expr(config.promotes):
+                promoter = Promoter(config, shared, squares, cta)
+            Consumer(config, layouts, shared, tiles, ab_pipeline, epilogue, promoter).run()
+        else:
+            if const_expr(config.stores_apart):
+                if warp >= warps.first_store_warp:
+                    cute.arch.setmaxregister_decrease(warps.store_registers)
+
+                    def of_group(group: Int32) -> Epilogue:
+                        return Epilogue(
+                            config, epilogue_tensors, barriers.blocks, barriers.factors, cta, group
+                        )
+
+                    StoreWarps(config, tiles, of_group).run()
+                else:
+                    cute.arch.setmaxregister_decrease(other_registers)
+            else:
+                cute.arch.setmaxregister_decrease(other_registers)
+            if warp == warps.scheduler_warp_id:
+                TileScheduler(config, ring, barriers.tiles, offs, extents, counter, numbers).run()
+            if warp == warps.load_warp_id:
+                sources = paired(Sources, atoms, tensors)
+                loads = self.stage_loads(layouts, sources, shared, cta)
+                LoadWarp(config, *loads, tiles, ab_pipeline).run()
+            if const_expr(config.gathered):
+                if warp >= warps.first_gather_warp:
+                    number = warp - warps.first_gather_warp
+                    GatherWarp(config, gathered, shared, tiles, ab_pipeline, number).run()
+            if const_expr(config.rows_taken.follows):
+                # Parts write rows of their own. But who waits for this one waits for all before it.
+                if warp == warps.scheduler_warp_id and cute.arch.block_idx()[0] == 0:
+                    cute.arch.griddepcontrol_wait()
+
+    def allocate_stages(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> Stages:
+        """Stages of both operands, and of their block scales, in shared memory."""
+
+        def swizzled(layout: cute.ComposedLayout, element: Any) -> cute.Tensor:
+            return smem.allocate_tensor(
+                element, layout.outer, byte_alignment=1024, swizzle=layout.inner
+            )
+
+        def scales(layout: cute.Layout | None) -> cute.Tensor | None:
+            if layout is None:
+                return None
+            return smem.allocate_tensor(Float32, layout, byte_alignment=128)
+
+        staged, (m_element, n_element) = layouts.stages, layouts.elements
+        if not self.config.is_decoded:
+            m, n = swizzled(staged.m, m_element), swizzled(staged.n, n_element)
+            return Stages(m, n, scales(staged.m_scales), scales(staged.n_scales))
+        return Stages(
+            m=smem.allocate_tensor(Uint8, staged.m, byte_alignment=1024),
+            n=swizzled(staged.n, n_element),
+            m_scales=smem.allocate_tensor(Int32, staged.m_scales, byte_alignment=128),
+        )
+
+    def stage_loads(
+        self, layouts: Layouts, sources: Sources, shared: Stages, cta: Int32
+    ) -> tuple[tuple[StageLoad, ...], tuple[StageLoad, ...]]:
+        """How operands M and N, and their block scales, get into shared memory."""
+        tile, kind = self.config.tile, self.config.kind
+
+        def own(which: str, k_divisor: int, is_scale: bool = False) -> StageLoad:
+            parts = (getattr(x, which) for x in (sources, shared, layouts.tilers))
+            first_row = cta * tile.m if which.startswith("m") else Int32(0)
+            return StageLoad(*parts, k_divisor, first_row, Int32(0), 1, is_scale)
+
+        common = (Int32(0), cta, tile.num_ctas, False)
+        operand_n = []
+        if sources.n is not None:
+            operand_n.append(StageLoad(sources.n, shared.n, layouts.tilers.n, 1, *common))
+        if self.config.is_decoded:
+            codes, scales = own("m", 8 // kind.bits), own("m_scales", kind.scale_tile_k, True)
+            return (codes, scales), tuple(operand_n)
+        operand_m = [own("m", 1)]
+        for which, loads in (("m_scales", operand_m), ("n_scales", operand_n)):
+            if getattr(sources, which) is not None:
+                loads.append(own(which, kind.sf_vec_size, True))
+        return tuple(operand_m), tuple(operand_n)

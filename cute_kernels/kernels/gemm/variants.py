@@ -1,0 +1,177 @@
+"""The grouped GEMM kernels that training and inference with a recipe use.
+
+For compilation ahead of time. Options multiply to thousands of variants (bias, factors and output
+of any dtype); the rest is compiled when it is first used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from cute_kernels.capability import support
+
+from .common.operand_kinds import OPERANDS, OperandKind
+from .sm90.config import Sm90GemmConfig
+from .sm90.fp4.config import ArrangeConfig, ExpandConfig
+from .sm90.split_launches import all_parts
+from .sm100.config import ScaleTilesConfig, Sm100GemmConfig
+
+if TYPE_CHECKING:
+    from cute_kernels.runtime.spec import KernelSpec
+
+    from .common.problem import GemmConfig, GemmGrouping
+
+#: FP8 products of the recipes: operands A and B, and what their configurations say.
+_FP8_FPROP_DGRAD: tuple[tuple[str, str, dict[str, bool]], ...] = (
+    ("mxfp8", "mxfp8", {}),
+    ("mxfp8", "mxfp8", {"transpose_b": True}),
+    ("fp8", "fp8", {}),
+    ("fp8:dtype=e5m2", "fp8", {"split": True}),
+    ("fp8_block", "fp8_block:block=128x128", {"pow2_scales": True}),
+)
+_FP8_WGRAD: tuple[tuple[str, str, dict[str, bool]], ...] = (
+    ("mxfp8", "mxfp8", {}),
+    ("fp8:dtype=e5m2", "fp8", {"split": True}),
+    ("fp8_block", "fp8_block", {"pow2_scales": True}),
+)
+
+#: The configurations of each architecture's kernel.
+CONFIGS: dict[str, type[GemmConfig]] = {"sm_90a": Sm90GemmConfig, "sm_100a": Sm100GemmConfig}
+
+
+def kernel_specs(arch: str) -> Iterator[KernelSpec]:
+    """Configurations of the kernels for ``"sm_90a"`` or ``"sm_100a"``.
+
+    Activations are bf16, or fp16 with fp16 operands, and a bias has their dtype; they are written
+    into fresh outputs. Gradients of weights are of that dtype or fp32, which may be added to.
+    """
+    yield from _fp8(arch)
+    if arch == "sm_100a":
+        # Before FP8Block products: fprop and dgrad, wgrad; before those that activate, NVFP4's,
+        # too.
+        yield from (ScaleTilesConfig(False, uniform, uniform) for uniform in (False, True))
+        yield from (
+            ScaleTilesConfig(False, not tiles, True, True, tiles) for tiles in (False, True)
+        )
+    for operand, kind in OPERANDS.items():
+        is_rare = kind.has_short_sums or (kind.fmt is not None and kind.fmt.searches_scale)
+        if support("grouped_gemm", kind.fmt, arch) and not is_rare:
+            dtype = "bfloat16" if kind.fmt else operand
+            cls = CONFIGS[arch]
+            yield from _m_grouped(cls, kind, dtype)
+            yield from _k_grouped(cls, kind, dtype)
+            if arch == "sm_100a" and kind.bits < 8:
+                base = Sm100GemmConfig("bfloat16", b_operand=operand, zero_tail=True)
+                for tile in filter(base.may_choose, base.tile_shapes):
+                    yield dataclasses.replace(base, tile=tile)
+            if operand == "bfloat16" or arch == "sm_100a" and kind.bits < 8:
+                base = cls(
+                    operand, tile=cls.any_tile("m_grouped"), zero_tail=True, activation="swiglu"
+                )
+                base = dataclasses.replace(base, row_scaled=kind.level_factor is not None)
+                # Tokens by their index, of which a mixture of bf16 experts reads those of the
+                # gradient of W1, too.
+                reads = (False, True) if operand == "bfloat16" else (False,)
+                for gathered, tile, keeps_z in itertools.product(
+                    reads, cls.tile_shapes, (False, True)
+                ):
+                    config = dataclasses.replace(base, gathered=gathered)
+                    if config.may_choose(tile) and not (keeps_z and base.row_scaled):
+                        yield dataclasses.replace(config, tile=tile, keeps_z=keeps_z)
+                if len(reads) > 1:
+                    base = cls(operand, "k_grouped", tile=cls.any_tile("k_grouped"), gathered=True)
+                    yield from (
+                        dataclasses.replace(base, tile=tile)
+                        for tile in filter(base.may_choose, cls.tile_shapes)
+                    )
+            if arch == "sm_90a" and not kind.is_wgmma:
+                yield from (ExpandConfig(is_ragged) for is_ragged in (False, True))
+                yield from _served(kind)
+
+
+def _fp8(arch: str) -> Iterator[GemmConfig]:
+    """Products of FP8 recipes, into bf16 without a bias; gradients of weights also fp32.
+
+    The others are compiled when they are first used: each has as many tiles.
+    """
+    cls = CONFIGS[arch]
+    known = {field.name for field in dataclasses.fields(cls)}
+    groupings: tuple[tuple[GemmGrouping, Any], ...] = (
+        ("m_grouped", _FP8_FPROP_DGRAD),
+        ("k_grouped", _FP8_WGRAD),
+    )
+    for grouping, products in groupings:
+        for operand, b, fields in products:
+            if not support("grouped_gemm", OPERANDS[operand].fmt, arch):
+                continue
+            options: dict[str, Any] = {name: x for name, x in fields.items() if name in known}
+            options["b_operand"] = None if b == operand else b
+            base = cls(operand, grouping, tile=cls.any_tile(grouping), **options)
+            if grouping == "k_grouped":
+                yield from _outputs(base, "bfloat16")
+                continue
+            bases = [dataclasses.replace(base, zero_tail=True)]
+            if base.b_kind.is_block_scaled and not base.transpose_b:
+                # Serving's first product of experts, where its output is quantized and where it is
+                # not.
+                fmt = OPERANDS[operand].fmt
+                quantized = (
+                    (operand,)
+                    if support("grouped_gemm", fmt, arch, activation=True, result=fmt)
+                    else ()
+                )
+                for text in (None, *quantized):
+                    bases.append(
+                        dataclasses.replace(
+                            base, activation="swiglu", zero_tail=not text, quantizes_to=text
+                        )
+                    )
+            for config in bases:
+                for tile in filter(config.has_blocks, filter(config.may_choose, cls.tile_shapes)):
+                    yield dataclasses.replace(config, tile=tile)
+
+
+def _served(kind: OperandKind) -> Iterator[KernelSpec]:
+    """Kernels for sm_90a beside weights that are quantized once: prepacked, and W4A16."""
+    base = Sm90GemmConfig(kind.name, tile=Sm90GemmConfig.any_tile("m_grouped"), zero_tail=True)
+    yield ArrangeConfig("bfloat16")
+    yield ArrangeConfig("bfloat16", gathered=True)
+    for tile in filter(base.takes, Sm90GemmConfig.tile_shapes):
+        yield dataclasses.replace(base, tile=tile, activations="bfloat16")
+        for row_scaled in (False, True):
+            yield dataclasses.replace(base, tile=tile, prepacked=True, row_scaled=row_scaled)
+    for row_scaled in (False, True):
+        shared = dataclasses.replace(base, row_scaled=row_scaled)
+        yield from all_parts(shared)
+        yield from all_parts(dataclasses.replace(shared, prepacked=True))
+    yield from all_parts(dataclasses.replace(base, activations="bfloat16"))
+
+
+def _m_grouped(cls: type[GemmConfig], kind: OperandKind, dtype: str) -> Iterator[GemmConfig]:
+    any_tile = cls(kind.name, tile=cls.any_tile("m_grouped"))
+    tiles = filter(any_tile.may_choose, cls.tile_shapes)
+    for flag, bias_dtype, tile in itertools.product((False, True), (None, dtype), tiles):
+        yield cls(
+            kind.name,
+            out_dtype=dtype,
+            row_scaled=flag and kind.level_factor is not None,
+            transpose_b=flag and not kind.is_transposed,
+            bias_dtype=bias_dtype,
+            zero_tail=True,
+            tile=tile,
+        )
+
+
+def _k_grouped(cls: type[GemmConfig], kind: OperandKind, dtype: str) -> Iterator[GemmConfig]:
+    yield from _outputs(cls(kind.name, "k_grouped", tile=cls.any_tile("k_grouped")), dtype)
+
+
+def _outputs(base: GemmConfig, dtype: str) -> Iterator[GemmConfig]:
+    """A k_grouped product in all tiles, into ``dtype`` and into fp32, which may be added to."""
+    outputs = ((dtype, False), ("float32", False), ("float32", True))
+    tiles = filter(base.may_choose, base.tile_shapes)
+    for (out_dtype, accumulate), tile in itertools.product(outputs, tiles):
+        yield dataclasses.replace(base, out_dtype=out_dtype, accumulate=accumulate, tile=tile)

@@ -1,0 +1,42 @@
+"""The kernels of mixtures of experts that are worth compiling ahead of time."""
+
+from collections.abc import Iterator
+
+from cute_kernels.capability import support
+
+from .config import (
+    ActivateConfig,
+    CombineConfig,
+    GatherConfig,
+    RouterConfig,
+    RouterGradientConfig,
+    RoutingConfig,
+    SpreadConfig,
+)
+
+Config = (
+    ActivateConfig
+    | CombineConfig
+    | GatherConfig
+    | RouterConfig
+    | RouterGradientConfig
+    | RoutingConfig
+)
+
+
+def kernel_specs(arch: str) -> Iterator[Config]:
+    if support("compute_routing", None, arch):
+        for ids in ("int32", "int64"):
+            yield from (RoutingConfig(ids, ctas) for ctas in (1, RoutingConfig.ctas))
+    if support("moe_route", None, arch):
+        for score, grouped in (("softmax", False), ("sigmoid", True)):
+            yield RouterConfig(score, per_lane=8 if grouped else 4, biased=grouped, grouped=grouped)
+            yield RouterGradientConfig(score, per_lane=8 if grouped else 4)
+    if support("moe_gather", None, arch):
+        yield from (GatherConfig(), SpreadConfig())
+    if support("moe_activate", None, arch):
+        yield ActivateConfig("swiglu", arch)
+        yield ActivateConfig("swiglu", arch, gradient=True)
+        yield ActivateConfig("swiglu", arch, gradient=True, weighted=True)
+    if support("moe_combine", None, arch):
+        yield from (CombineConfig(weighted=weighted) for weighted in (True, False))

@@ -1,0 +1,257 @@
+"""max |x| of rows and groups, from one read of the rows that exist.
+
+Warps take runs of consecutive rows, about 16 KiB each, and a run costs one atomic maximum per group
+that it touches. The maximum of non-negative numbers is that of their bits, and it does not depend
+on the order, so the result is deterministic. Runs are taken from the last row to the first: what is
+read last, and is still in L2, is what a quantizer reads first.
+"""
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
+
+from cute_kernels.device.absmax import absmax_packed, fmax, unpack_absmax, warp_max
+from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.device.groups import Grouping
+from cute_kernels.device.launch import env_stream
+from cute_kernels.device.memory import load_global, load_global_if
+from cute_kernels.device.ptx import f32_as_bits
+
+from .activated_elements import ElementMaker, maker_of
+from .config import DTYPE_BYTES, AmaxConfig
+from .fakes import FakeBuffers
+from .global_scales import LevelWriter
+
+_LOAD_BYTES = 32
+_UNROLL = 4
+_RUN_BYTES = 16384
+_THREADS = 512
+_CTAS_PER_SM = 2
+_INF_BITS, _NAN_BITS = 0x7F800000, 0x7FFFFFFF
+
+
+class AmaxKernels:
+    """The amax kernels, for the classes that launch them.
+
+    The runtime names kernels after the variant that launches them, so kernels that several entries
+    share are methods that they inherit.
+    """
+
+    dtype: str
+    arch: str
+    maker: ElementMaker | None
+    #: The amax of numbers with a NaN among them is NaN.
+    keeps_nan: bool = False
+    #: Writes the levels of ``begin_levels``.
+    levels: LevelWriter
+
+    @cute.jit
+    def launch_amax(
+        self,
+        x: cute.Tensor,
+        offs: cute.Tensor | None,
+        row_amax: cute.Tensor | None,
+        group_amax: cute.Tensor | None,
+        num_sms: Int32,
+        stream: Any,
+    ) -> None:
+        grid, block = [num_sms * _CTAS_PER_SM, 1, 1], [_THREADS, 1, 1]
+        if const_expr(group_amax is not None):
+            self.launch_clear(group_amax, num_sms, stream)
+        self.reduce(x, offs, row_amax, group_amax).launch(grid=grid, block=block, stream=stream)
+
+    @cute.jit
+    def launch_clear(
+        self, group_amax: cute.Tensor, num_sms: Int32, stream: Any, other: cute.Tensor | None = None
+    ) -> None:
+        """Write zeros, also to others of the groups: what ``merge`` starts from."""
+        grid, block = [num_sms, 1, 1], [_THREADS, 1, 1]
+        self.clear(group_amax, other).launch(grid=grid, block=block, stream=stream)
+
+    @cute.jit
+    def launch_levels(
+        self,
+        amaxes: tuple[cute.Tensor | None, ...],
+        given: tuple[cute.Tensor | None, ...],
+        scale_invs: tuple[cute.Tensor | None, ...],
+        scales: tuple[cute.Tensor | None, ...],
+        num_sms: Int32,
+        stream: Any,
+    ) -> None:
+        """``launch_clear``, and the levels of scales that are given, which ``merge`` may make NaN
+        then; of each copy.
+        """
+        grid, block = [num_sms, 1, 1], [_THREADS, 1, 1]
+        self.begin_levels(amaxes, given, scale_invs, scales).launch(
+            grid=grid, block=block, stream=stream
+        )
+
+    @cute.kernel
+    def begin_levels(
+        self,
+        amaxes: tuple[cute.Tensor | None, ...],
+        given: tuple[cute.Tensor | None, ...],
+        scale_invs: tuple[cute.Tensor | None, ...],
+        scales: tuple[cute.Tensor | None, ...],
+    ) -> None:
+        tid = cute.arch.thread_idx()[0] + cute.arch.block_idx()[0] * _THREADS
+        step = cute.arch.grid_dim()[0] * _THREADS
+        for i in range_constexpr(len(amaxes)):
+            if const_expr(amaxes[i] is not None):
+                for g in cutlass.range(tid, amaxes[i].shape[0], step, unroll=1):
+                    amaxes[i][g] = Float32(0.0)
+                    self.levels.write_group(given[i], scale_invs[i], scales[i], g)
+
+    @cute.kernel
+    def clear(self, group_amax: cute.Tensor, other: cute.Tensor | None) -> None:
+        tid = cute.arch.thread_idx()[0] + cute.arch.block_idx()[0] * _THREADS
+        step = cute.arch.grid_dim()[0] * _THREADS
+        for g in cutlass.range(tid, group_amax.shape[0], step, unroll=1):
+            group_amax[g] = Float32(0.0)
+            if const_expr(other is not None):
+                other[g] = Float32(0.0)
+
+    @cute.kernel
+    def reduce(
+        self,
+        x: cute.Tensor,
+        offs: cute.Tensor | None,
+        row_amax: cute.Tensor | None,
+        group_amax: cute.Tensor | None,
+    ) -> None:
+        row_bytes = x.shape[len(x.shape) - 1] * (x.element_type.width // 8)
+        groups = Grouping.of(x, offs)
+        warps = cute.arch.grid_dim()[0] * (_THREADS // WARP_SIZE)
+        warp = cute.arch.block_idx()[0] * (_THREADS // WARP_SIZE) + cute.arch.warp_idx()
+        last = groups.last_row()
+        run = cutlass.max(_RUN_BYTES // row_bytes, Int32(1))
+        index = (last + run - 1) // run - 1 - warp
+        while index >= 0:
+            row = index * run
+            stop = cutlass.min(row + run, last)
+            group = Int32(0)
+            while row < stop:
+                end = stop
+                if const_expr(group_amax is not None):
+                    group, group_end = groups.holding(row, group)
+                    end = cutlass.min(stop, group_end)
+                if const_expr(row_amax is None):
+                    best = self.absmax(x, row, end)
+                else:
+                    best = self.absmax_rows(x, row_amax, row, end)
+                if const_expr(group_amax is not None):
+                    self.merge(group_amax, group, best)
+                row = end
+            index -= warps
+
+    @cute.jit
+    def absmax_rows(self, x: cute.Tensor, row_amax: cute.Tensor, row: Int32, end: Int32) -> Float32:
+        """Write the amaxes of rows up to ``end``; gives the largest."""
+        best = Float32(0.0)
+        for r in cutlass.range(row, end, unroll=1):
+            a = warp_max(self.absmax(x, r, r + 1))
+            if cute.arch.lane_idx() == 0:
+                row_amax[r] = a
+            best = fmax(best, a, self.keeps_nan)
+        return best
+
+    @cute.jit
+    def absmax(self, x: cute.Tensor, row: Int32, end: Int32) -> Float32:
+        """A lane's part of the absmax of rows up to ``end``, which follow each other."""
+        if const_expr(self.maker is not None):
+            packed = self.absmax_made(x, row, end)
+        else:
+            row_bytes = x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
+            source = x.iterator.toint() + Int64(row) * row_bytes
+            packed = self.absmax_read(source, (end - row) * row_bytes)
+        return unpack_absmax(packed, self.dtype, self.arch, self.keeps_nan)
+
+    @cute.jit
+    def absmax_read(self, source: Int64, num_bytes: Int32) -> Uint32:
+        """``absmax``, packed, of elements that are the input's, a multiple of 32 bytes."""
+        packed = Uint32(0)
+        at = cute.arch.lane_idx() * _LOAD_BYTES
+        while at + (_UNROLL - 1) * WARP_SIZE * _LOAD_BYTES < num_bytes:
+            words = [packed]
+            for i in range_constexpr(_UNROLL):
+                words.extend(load_global(source + (at + i * (WARP_SIZE * _LOAD_BYTES)), 8))
+            packed = absmax_packed(words, self.dtype, self.arch, self.keeps_nan)
+            at += _UNROLL * WARP_SIZE * _LOAD_BYTES
+        while at < num_bytes:
+            words = [packed, *load_global(source + at, 8)]
+            packed = absmax_packed(words, self.dtype, self.arch, self.keeps_nan)
+            at += WARP_SIZE * _LOAD_BYTES
+        return packed
+
+    @cute.jit
+    def absmax_made(self, x: cute.Tensor, row: Int32, end: Int32) -> Uint32:
+        """``absmax``, packed, of elements that are made; units that do not exist make zeros."""
+        cols = self.maker.cols(x)
+        units, x_bytes = cols // self.maker.unit, self.maker.row_bytes(cols)
+        x_at = x.iterator.toint() + Int64(row) * x_bytes
+        packed, count = Uint32(0), (end - row) * units
+        for first in cutlass.range(cute.arch.lane_idx(), count, _UNROLL * WARP_SIZE, unroll=1):
+            inputs = []
+            for i in range_constexpr(_UNROLL):
+                unit = first + i * WARP_SIZE
+                r = unit // units
+                places = self.maker.places(
+                    x_at + r * x_bytes, (unit - r * units) * self.maker.unit, cols
+                )
+                inputs.append([load_global_if(at, 16, unit, count) for at in places])
+            words = [packed, *(word for given in inputs for word in self.maker.make(given))]
+            packed = absmax_packed(words, self.dtype, self.arch, self.keeps_nan)
+        return packed
+
+    @cute.jit
+    def merge(
+        self,
+        group_amax: cute.Tensor,
+        group: Int32,
+        best: Float32,
+        scale_inv: cute.Tensor | None = None,
+    ) -> None:
+        """Raise the amax of a group to the largest of a warp's;
+
+        ``scale_inv`` is NaN then if that is infinite.
+        """
+        best = warp_max(best)
+        is_positive = best > 0.0
+        if const_expr(self.keeps_nan):
+            is_positive = f32_as_bits(best) != 0  # NaN is not above 0
+        if is_positive:
+            if cute.arch.lane_idx() == 0:
+                bits = cute.recast_ptr(group_amax.iterator + group, dtype=Uint32)
+                cute.arch.atomic_max(bits, f32_as_bits(best), sem="relaxed", scope="gpu")
+                if const_expr(scale_inv is not None):
+                    if f32_as_bits(best) == Uint32(_INF_BITS):
+                        # Bits of NaN are above those of any scale.
+                        bits = cute.recast_ptr(scale_inv.iterator + group, dtype=Uint32)
+                        cute.arch.atomic_max(bits, Uint32(_NAN_BITS), sem="relaxed", scope="gpu")
+
+
+class AmaxReducer(AmaxKernels):
+    """Row and group amax, see the module."""
+
+    def __init__(self, config: AmaxConfig):
+        self.dtype = config.dtype
+        self.arch = config.arch
+        self.maker = maker_of(config)
+        self.keeps_nan = config.keeps_nan
+
+    @staticmethod
+    def fake_args(config: AmaxConfig) -> tuple[Any, ...]:
+        fake = FakeBuffers(config.dtype, config.grouping)
+        return (
+            fake.x(config.prologue),
+            fake.offs(),
+            fake.level(per_row=True) if config.per_row else None,
+            fake.level() if config.per_group else None,
+            Int32(1),
+            env_stream(),
+        )
+
+    @cute.jit
+    def __call__(self, *args: Any) -> None:
+        self.launch_amax(*args)

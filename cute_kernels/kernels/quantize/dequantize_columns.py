@@ -1,0 +1,188 @@
+"""The columnwise half of the dequantizer: 64 columns of a slot tile a warp.
+
+A lane has 8 columns and 32 rows: of NVFP4 two blocks and 16 bytes of codes a column. Where columns
+are transposed, rows come out by taking one number of each column's: decoding is the transposition.
+"""
+
+from typing import NamedTuple
+
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
+
+from cute_kernels.device.codecs import Codec
+from cute_kernels.device.convert import pack_words
+from cute_kernels.device.hadamard import CHUNK, undo
+from cute_kernels.device.memory import load_global, load_global_if, store_global
+from cute_kernels.device.ptx import bits_as_f32
+from cute_kernels.device.scales import row_scales_at
+from cute_kernels.layout.shapes import SF_TILE_BYTES, scale_tiles
+from cute_kernels.layout.slots import TILE_ROWS
+
+from .config import DTYPE_BYTES, DequantizeConfig
+
+#: Columns of a lane, and the rows that it writes at a time, or half of them; rows of a lane;
+#: columns of a warp.
+LANE_COLS, QUARTER_ROWS, COLUMN_STRIP = 8, 32, 64
+
+
+class Copy(NamedTuple):
+    """The buffers of the copy that is read; None for what the format does not have."""
+
+    codes: cute.Tensor
+    scales: cute.Tensor | None
+    level: cute.Tensor | None
+
+
+class SlotTile(NamedTuple):
+    """What ``Grouping.seek`` says of a slot tile: which, its group, its first row and its rows."""
+
+    tile: Int32
+    group: Int32
+    first: Int32
+    count: Int32
+
+
+def store_row(address: Int64, numbers: list[Float32], dtype: str) -> None:
+    words = pack_words(numbers, dtype)
+    for i in range(0, len(words), 4):
+        store_global(address + 4 * i, words[i : i + 4])
+
+
+class ColumnDecoder:
+    """Decodes parts of columnwise slot tiles; their ``tile`` counts within its matrix."""
+
+    def __init__(self, config: DequantizeConfig, codec: Codec):
+        self.config = config
+        self.codec = codec
+        self.dtype = config.dtype
+        self.element = DTYPE_BYTES[config.dtype]
+        self.is_tiled = codec.fmt.has_scale_tiles
+        self.is_transposed = codec.fmt.columnwise == "transposed"
+        #: Rows that are converted at a time.
+        self.step = CHUNK if codec.fmt.is_transformed else LANE_COLS
+        #: Scale tiles of a slot tile.
+        self.scale_tiles = scale_tiles(TILE_ROWS, codec.block) if self.is_tiled else 0
+
+    @cute.jit
+    def decode(self, copy: Copy, cols: Int32, target: Int64, place: SlotTile, part: Int32) -> None:
+        """Part ``part`` of a slot tile, whose first row of the result is at ``target``."""
+        lane = cute.arch.lane_idx()
+        column = part * COLUMN_STRIP + lane // 4 * LANE_COLS
+        quarter = lane % 4  # of the tile's rows
+        if column < cols:
+            codes_at, pitch = self.codes_at(copy.codes, cols, column, quarter, place)
+            packed = []
+            if const_expr(self.is_transposed):
+                words = self.codec.code_bytes(QUARTER_ROWS) // 4
+                packed = [load_global(codes_at + pitch * c, words) for c in range(LANE_COLS)]
+            factors = self.factors(copy, cols, column, quarter, place)
+            row = quarter * QUARTER_ROWS
+            out_at = target + Int64(row) * cols * self.element + column * self.element
+            for first in range_constexpr(0, QUARTER_ROWS, self.step):
+                if row < place.count:
+                    if const_expr(self.is_transposed):
+                        numbers = [
+                            self.part_of_column(packed[c], factors[c], first)
+                            for c in range(LANE_COLS)
+                        ]
+                        rows = [list(of_row) for of_row in zip(*numbers, strict=True)]
+                    else:
+                        rows = self.eight_rows(codes_at + pitch * first, pitch, factors)
+                    for i in range_constexpr(self.step):
+                        if row + i < place.count:
+                            at = out_at + Int64(cols) * (i * self.element)
+                            store_row(at, rows[i], self.dtype)
+                row += self.step
+                out_at += Int64(cols) * (self.step * self.element)
+
+    def codes_at(
+        self, codes: cute.Tensor, cols: Int32, column: Int32, quarter: Int32, place: SlotTile
+    ) -> tuple[Int64, Int64]:
+        """The address of a lane's first code, and the bytes from one column, or row, to the next.
+
+        Of the lane's columns ``column`` is the first; ``quarter`` is that of the tile's rows.
+        Uniform groups have a matrix each.
+        """
+        rank = len(codes.shape)
+        pitch, matrix = Int64(codes.shape[rank - 1]), Int64(0)
+        if not self.is_transposed:
+            pitch = Int64(codes.stride[rank - 2])
+            slot = place.tile * TILE_ROWS + quarter * QUARTER_ROWS
+            if self.config.grouping == "uniform":
+                matrix = Int64(place.group) * codes.stride[0]
+            return codes.iterator.toint() + matrix + slot * pitch + column, pitch
+        if self.config.grouping == "uniform":
+            matrix = Int64(place.group) * cols * pitch
+        at = codes.iterator.toint() + matrix + column * pitch
+        in_tile = quarter * self.codec.code_bytes(QUARTER_ROWS)
+        return at + place.tile * self.codec.code_bytes(TILE_ROWS) + in_tile, pitch
+
+    # ---- factors
+
+    def factors(
+        self, copy: Copy, cols: Int32, column: Int32, quarter: Int32, place: SlotTile
+    ) -> list[list[Float32]]:
+        """What the codes of each of a lane's columns are multiplied by, block by block."""
+        level = None if copy.level is None else copy.level[place.group]
+        if not self.codec.has_scales:
+            return [[self.codec.decode_factor(None, level)]] * LANE_COLS
+        if self.is_tiled:
+            scales = self.tiled_scales(copy.scales, cols, column, quarter, place)
+        else:
+            scales = self.mn_major_scales(copy.scales, column, place)
+        return [[self.codec.decode_factor(s, level) for s in of_column] for of_column in scales]
+
+    def mn_major_scales(
+        self, scales: cute.Tensor, column: Int32, place: SlotTile
+    ) -> list[tuple[Float32]]:
+        """The scale of each of a lane's columns; one for all of a square block."""
+        tiles, width = (Int64(extent) for extent in scales.shape[len(scales.shape) - 2 :])
+        tile = Int64(place.tile)
+        if self.config.grouping == "uniform":
+            tile += place.group * tiles
+        if self.codec.fmt.is_2d:
+            at = scales.iterator.toint() + (tile * width + column // self.codec.block) * 4
+            return [(bits_as_f32(load_global(at, 1)[0]),)] * LANE_COLS
+        words = load_global(scales.iterator.toint() + (tile * width + column) * 4, LANE_COLS)
+        return [(bits_as_f32(word),) for word in words]
+
+    def tiled_scales(
+        self, scales: cute.Tensor, cols: Int32, column: Int32, quarter: Int32, place: SlotTile
+    ) -> list[tuple[Float32, ...]]:
+        """The scales of a lane's rows of each of its columns: one or two."""
+        rank = len(scales.shape)
+        block_tiles = scales.shape[rank - 2]
+        # Blocks of a quarter: two bytes hold it, or it is one of two.
+        per_quarter = QUARTER_ROWS // self.codec.block
+        byte = quarter * per_quarter
+        scale_tile = Int64(self.scale_tiles * place.tile + byte // 4)
+        if self.config.grouping == "uniform":
+            scale_tile += Int64(place.group) * scales.shape[rank - 3] * block_tiles
+        at = row_scales_at(scales, column) + scale_tile * SF_TILE_BYTES + byte % 4 // 2 * 2
+        pairs = [load_global_if(at + c * 16, 2, column, cols)[0] for c in range(LANE_COLS)]
+        if per_quarter > 1:
+            return [self.codec.decode_scales(pair) for pair in pairs]
+        shift = Uint32(byte % 2 * 8)
+        return [self.codec.decode_scales(pair >> shift)[:1] for pair in pairs]
+
+    # ---- numbers
+
+    def part_of_column(
+        self, packed: list[Uint32], factors: list[Float32], first: int
+    ) -> list[Float32]:
+        """The numbers of a lane's rows ``first`` and on of one column, as many as are converted."""
+        words = self.codec.code_bytes(self.step) // 4
+        start = first // self.step * words
+        factor = factors[first * len(factors) // QUARTER_ROWS]
+        numbers = [code * factor for code in self.codec.decode(packed[start : start + words])]
+        return undo(numbers) if self.codec.fmt.is_transformed else numbers
+
+    def eight_rows(
+        self, at: Int64, pitch: Int64, factors: list[list[Float32]]
+    ) -> list[list[Float32]]:
+        """The numbers of eight untransposed rows, of which each column has one factor."""
+        words = self.codec.code_bytes(LANE_COLS) // 4
+        packed = [load_global(at + pitch * i, words) for i in range(LANE_COLS)]
+        return [
+            [code * f[0] for code, f in zip(self.codec.decode(row), factors, strict=True)]
+            for row in packed
+        ]

@@ -1,0 +1,96 @@
+"""Amaxes of square blocks that no warp has the whole of: a pass over the tile before all others."""
+
+from cutlass import Float32, Int32, Int64, Uint32, cute, range_constexpr
+
+from cute_kernels.device.absmax import absmax_packed, absmax_words, fmax, unpack_absmax, warp_max
+from cute_kernels.device.codecs import Level
+from cute_kernels.device.codecs.bytes import ByteCodec
+from cute_kernels.device.codecs.nibbles import NibbleCodec
+from cute_kernels.device.memory import load_shared, store_global, store_shared
+from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
+
+from ..config import DTYPE_BYTES, TileConfig
+from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, TileGeometry
+
+#: Rows of a warp, one a lane.
+_ROWS = 32
+#: An fp32 number for each 32x32 square.
+SQUARES_BYTES = 4 * (TILE_COLS // _ROWS) ** 2
+
+
+def _load(row_at: Int32, block: int, chunks: int) -> list[Uint32]:
+    """The words of a row of a block of so many 16-byte chunks."""
+    places = [
+        (row_at + c // 8 * BOX_SIZE) ^ (c % 8 * 16)
+        for c in range(block * chunks, (block + 1) * chunks)
+    ]
+    return [word for place in places for word in load_shared(place, 4)]
+
+
+class Squares:
+    """Blocks of 32x32, or of a whole tile: then each warp has the amax of its 32 rows."""
+
+    def __init__(self, config: TileConfig, codec: ByteCodec):
+        self.codec = codec
+        self.dtype = config.dtype
+        self.arch = config.arch
+        self.across = TILE_COLS // codec.block
+        self.chunks = codec.block * DTYPE_BYTES[config.dtype] // 16
+
+    @cute.jit
+    def reduce(self, tile_at: Int32, squares_at: Int32, part: Int32) -> None:
+        """Amaxes of a warp's 32 rows of each block to shared memory."""
+        lane = cute.arch.lane_idx()
+        row_at = tile_at + (part * _ROWS + lane) * BOX_BYTES + lane % 8 * 16
+        for b in range_constexpr(self.across):
+            packed = absmax_packed(_load(row_at, b, self.chunks), self.dtype, self.arch)
+            a = warp_max(unpack_absmax(packed, self.dtype, self.arch))
+            if lane == 0:
+                store_shared(squares_at + (part * self.across + b) * 4, [f32_as_bits(a)])
+
+    def amax(self, squares_at: Int32, quarter: Int32, across: Int32) -> Float32:
+        """The amax of the block of a quarter of the rows and of so many 32 columns."""
+        if self.across > 1:
+            at = squares_at + (quarter * self.across + across) * 4
+            return bits_as_f32(load_shared(at, 1)[0])
+        of_warps = [bits_as_f32(word) for word in load_shared(squares_at, 4)]
+        return fmax(fmax(*of_warps[:2]), fmax(*of_warps[2:]))
+
+    @cute.jit
+    def write_scale(
+        self, scales: cute.Tensor, level: Level, what: Descriptor, part: Int32, squares_at: Int32
+    ) -> None:
+        """The scale of a block that is the whole tile, by one thread of the team."""
+        if part == 0 and cute.arch.lane_idx() == 0:
+            blocks_along_k = Int64(scales.shape[len(scales.shape) - 1])
+            stored, _ = self.codec.block_scale(self.amax(squares_at, Int32(0), Int32(0)), level)
+            place = (what.tile * blocks_along_k + what.col_tile) * 4
+            store_global(scales.iterator.toint() + place, [stored])
+
+
+class Chooser:
+    """Scales of 16x16 blocks that all elements of a block choose: a lane has a row of the tile."""
+
+    def __init__(self, config: TileConfig, codec: NibbleCodec, tile: TileGeometry):
+        self.codec = codec
+        self.dtype = config.dtype
+        self.arch = config.arch
+        self.tile = tile
+        self.nan = config.fmt.amaxes_keep_nan
+
+    @cute.jit
+    def choose(self, tile_at: Int32, squares_at: Int32, part: Int32, level: Level) -> None:
+        """Scales of the blocks of a warp's 32 rows to shared memory, where amaxes are of others."""
+        lane, across = cute.arch.lane_idx(), self.tile.col_blocks
+        row = part * _ROWS + lane
+        row_at = tile_at + row * BOX_BYTES + lane % 8 * 16
+        chunks = self.codec.block * DTYPE_BYTES[self.dtype] // 16
+        for b in range_constexpr(across):
+            words = _load(row_at, b, chunks)
+            a = absmax_words(words, self.dtype, self.arch, self.nan)
+            for bit in range_constexpr(self.codec.block.bit_length() - 1):
+                a = fmax(a, cute.arch.shuffle_sync_bfly(a, offset=1 << bit), self.nan)
+            scale = self.codec.choose_square(words, a, level)
+            if lane % self.codec.block == 0:
+                at = squares_at + (row // self.codec.block * across + b) * 4
+                store_shared(at, [f32_as_bits(scale)])

@@ -1,0 +1,1 @@
+"""The op that updates the scales of delayed scaling, and its launcher."""

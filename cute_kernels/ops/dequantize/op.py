@@ -1,0 +1,148 @@
+"""The op that decodes one direction of a quantized tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cute_kernels import reference
+from cute_kernels.layout.buffers import BufferSpec, member_parts
+from cute_kernels.reference.groups import Groups
+
+from ..checks import (
+    INPUT_DTYPES,
+    check_copy,
+    check_dtype,
+    check_multiple,
+    check_offs,
+    check_tensor,
+    same_device,
+)
+from ..member_shapes import check_shapes, member_views, pairs
+from ..op import FormatOp
+from ..registration import register
+
+
+@register
+@dataclasses.dataclass
+class GroupedDequantize(FormatOp):
+    """Decode one direction of a quantized tensor.
+
+    Args:
+        codes: as ``grouped_quantize`` returns them, rowwise or columnwise.
+        scales: what else that direction needs to be read (``Format.operand_names``): block
+            scales, and the vector of the second level that decodes.
+        format: the text of the format.
+        rows: T, N when uniform, or the capacity with ``shapes``.
+        dtype: bf16, fp16 or fp32.
+        offs: (G,) int32 end rows, or None for uniform groups.
+        columnwise: the copy is the columnwise one.
+        shapes: [m0, n0, m1, n1, ...], rows and columns of groups that have shapes of their own;
+            ``codes`` and ``scales`` then are flat.
+
+    Returns:
+        (T, K), zeros in the tail, (G, N, K), or (capacity,), zeros in the tail. Each value is
+        rounded to ``dtype`` once.
+    """
+
+    codes: Tensor
+    scales: list[Tensor]
+    format: str
+    rows: int
+    dtype: torch.dtype
+    offs: Tensor | None = None
+    columnwise: bool = False
+    shapes: list[int] | None = None
+
+    name: ClassVar[str] = "grouped_dequantize"
+    fills_fresh: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        if self.shapes is not None:
+            return (self.rows,)
+        if self.columnwise and self.record.columnwise == "transposed":
+            cols = self.codes.shape[-2]
+        else:
+            cols = self.record.element.count(self.codes.shape[-1])
+        batch = () if self.offs is not None else (self.codes.shape[0],)
+        return (*batch, self.rows, cols)
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows
+
+    @property
+    def num_groups(self) -> int | None:
+        """G of a ragged tensor; None if uniform, or with ``shapes``."""
+        return None if self.offs is None else self.offs.shape[0]
+
+    def check(self) -> None:
+        check_dtype("dtype", self.dtype, INPUT_DTYPES)
+        if self.rows < 0:
+            raise ValueError(f"rows must be >= 0, got {self.rows}")
+        shapes = None
+        if self.shapes is not None:
+            if self.offs is not None:
+                raise ValueError("offs and shapes are both given: groups are cut by one of them")
+            shapes = pairs(self.shapes)
+            check_shapes(shapes, self.rows, self.record.k_multiple, self.format)
+        else:
+            self._check_matrices()
+        args = (self.codes, self.scales), self.record, self.shape, self.num_groups
+        check_copy("codes", "scales", *args, self.columnwise, shapes)
+        same_device("codes", self.device, **self.tensors())
+
+    def _check_matrices(self) -> None:
+        fmt = self.record
+        if self.offs is not None:
+            check_offs(self.offs)
+        check_tensor(
+            "codes",
+            self.codes,
+            dtypes=(fmt.element.dtype,),
+            ndim=(3,) if self.offs is None else (2,),
+        )
+        if self.offs is None and self.codes.shape[0] < 1:
+            raise ValueError(
+                f"codes must have at least one group, got shape {tuple(self.codes.shape)}"
+            )
+        check_multiple("K", self.shape[-1], fmt.k_multiple, f"codes are of {self.format}")
+
+    def outputs(self) -> list[BufferSpec]:
+        return [
+            BufferSpec(
+                self.shape, self.dtype, zeroed=self.offs is not None or self.shapes is not None
+            )
+        ]
+
+    def members(
+        self, outputs: Sequence[Tensor]
+    ) -> Iterator[tuple[GroupedDequantize, list[Tensor]]]:
+        """Each group that has a shape of its own as a call for itself, with its output: views."""
+        shapes, columnwise = pairs(self.shapes or ()), self.columnwise
+        parts = member_parts(self.record, shapes, rowwise=not columnwise, columnwise=columnwise)
+        of_buffers = [parts[name] for name in self.record.operand_names(columnwise)]
+        for i, of_member in enumerate(member_views(outputs[0], shapes)):
+            buffers = zip(of_buffers, (self.codes, *self.scales), strict=True)
+            codes, *scales = (of_members[i].of(buffer) for of_members, buffer in buffers)
+            yield (
+                dataclasses.replace(
+                    self, codes=codes, scales=scales, rows=shapes[i][0], shapes=None
+                ),
+                [of_member],
+            )
+
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        if self.shapes is not None:
+            for op, of_member in self.members(outputs):
+                op.run_reference(of_member, **options)
+            return
+        (out,) = outputs
+        groups = Groups.of(self.shape, self.offs, self.device)
+        reference.dequantize(groups, self.record, (self.codes, *self.scales), self.columnwise, out)

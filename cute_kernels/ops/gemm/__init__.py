@@ -1,0 +1,1 @@
+"""The grouped GEMM ops, their launchers and the preparation of their operands."""

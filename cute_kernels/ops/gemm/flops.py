@@ -1,0 +1,54 @@
+"""FLOP counts of the GEMM ops: two operations for each multiply-add.
+
+All rows count, including those of a capacity's tail. The slots of quantized operands determine T
+only to within 128 rows, so a product over rows counts up to the last end row of ``offs``. Reading
+``offs`` waits for a GPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layout.slots import TILE_ROWS
+from ..flops import register_flops
+from .fused_op import MGroupedGemmActivate, MGroupedQuantizeGemm, MGroupedQuantizeGemmActivate
+from .op import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm
+
+
+def _counted(cls: type[GroupedGemm]) -> Callable[..., int]:
+    def count(
+        *args: Any, out: Any = None, out_val: Any = None, accumulate: bool = False, **kwargs: Any
+    ) -> int:
+        op = cls(*args, **kwargs)
+        if isinstance(op, MGrouped):
+            return 2 * op.num_rows * op.depth * op.cols
+        assert isinstance(op, KGroupedGemm)
+        rows = op.num_rows
+        if op.a_format is not None:
+            rows = max(rows // TILE_ROWS * TILE_ROWS, min(rows, _end(op.offs)))
+        return 2 * rows * op.width("a") * op.width("b")
+
+    return count
+
+
+def _end(offs: Tensor) -> int:
+    """Where the last group ends, or 0 where nobody may look."""
+    if (
+        type(offs) is not Tensor
+        or offs.is_meta
+        or (offs.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        return 0
+    return int(offs[-1])
+
+
+for _cls in (
+    MGroupedGemm,
+    MGroupedGemmActivate,
+    MGroupedQuantizeGemm,
+    MGroupedQuantizeGemmActivate,
+    KGroupedGemm,
+):
+    register_flops(torch.ops.cute_kernels, _counted(_cls), _cls.name, f"{_cls.name}_out")

@@ -1,1 +1,0 @@
-"""How ops run on kernels: the choice of a configuration, and buffers as its arguments."""

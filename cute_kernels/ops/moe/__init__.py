@@ -1,0 +1,1 @@
+"""The ops of mixtures of experts: routing, gather, activation and combine."""

@@ -1,0 +1,232 @@
+"""The ops of mixtures of experts on CuTe DSL kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...kernels.moe.config import (
+    ActivateConfig,
+    CombineConfig,
+    RouterConfig,
+    RouterGradientConfig,
+    RoutingConfig,
+)
+from ...kernels.quantize.config import GradientConfig
+from ...layout.buffers import BufferSpec
+from ...layout.shapes import ceil_div
+from ...layout.slots import TILE_ROWS
+from ...runtime.allocator import Allocator
+from ...runtime.launch import Launcher
+from ..arguments import dense, dtype_name, readable
+from ..gather_rows import gatherer
+from ..op import launched_by
+from ..plan import Runner
+from ..quantize.launcher import BUFFERS
+from .op import (
+    ComputeRouting,
+    MoeActivate,
+    MoeActivateGradient,
+    MoeCombine,
+    MoeGather,
+    MoeQuantizeGradient,
+)
+from .router_op import MoeRoute, MoeRouteGradient
+
+#: Of the kernels that choose: 32 scores of a lane.
+MOST_EXPERTS = 1024
+
+
+@launched_by(ComputeRouting)
+def compute_routing(op: ComputeRouting, launch: Launcher) -> Runner:
+    if not op.expert_ids.numel():
+        return lambda op, outputs: outputs[0].zero_()
+    config = RoutingConfig.choose(dtype_name(op.expert_ids.dtype), op.expert_ids.numel())
+    kernel, top_k = launch.kernel(config), op.expert_ids.shape[1]
+
+    def run(op: ComputeRouting, outputs: Sequence[Tensor]) -> None:
+        offs, token, pair, row = outputs
+        kernel(op.expert_ids.contiguous().view(-1), offs, token, pair, row.view(-1), top_k)
+
+    return run
+
+
+def _per_lane(experts: int) -> int:
+    return 1 << max(0, (experts - 1) // 32).bit_length()
+
+
+@launched_by(MoeRoute)
+def route(op: MoeRoute, launch: Launcher) -> Runner:
+    (tokens, experts), groups = op.logits.shape, op.expert_groups
+    if not tokens or experts > MOST_EXPERTS or groups > 32:
+        # The bits are the same.
+        return lambda op, outputs: op.run_reference(outputs)
+    facts = {
+        "biased": op.selection_bias is not None,
+        "grouped": groups > 1,
+        "ends": op.end is not None,
+    }
+    kernel = launch.kernel(RouterConfig(op.score, op.renormalize, _per_lane(experts), **facts))
+
+    def run(op: MoeRoute, outputs: Sequence[Tensor]) -> None:
+        given = (readable(op.logits), dense(op.selection_bias), dense(op.end))
+        kernel(*given, *outputs, groups, op.top_groups, op.factor, launch.num_sms)
+
+    return run
+
+
+@launched_by(MoeRouteGradient)
+def route_gradient(op: MoeRouteGradient, launch: Launcher) -> Runner:
+    tokens, experts = op.scores.shape
+    if not tokens or experts > MOST_EXPERTS:
+        return lambda op, outputs: op.run_reference(outputs)
+    facts = _per_lane(experts), op.dscores is not None, op.in_parts
+    kernel = launch.kernel(RouterGradientConfig(op.score, op.renormalize, *facts))
+
+    def run(op: MoeRouteGradient, outputs: Sequence[Tensor]) -> None:
+        given = [dense(t) for t in (op.dweights, op.dscores, op.ids, op.scores)]
+        kernel(*given, outputs[0], op.factor, launch.num_sms)
+
+    return run
+
+
+@launched_by(MoeGather)
+def gather(op: MoeGather, launch: Launcher) -> Runner:
+    if not op.index.numel() or not op.x.shape[1]:
+        return lambda op, outputs: None
+    if not op.x.numel():
+        return lambda op, outputs: outputs[0].zero_()
+    run = gatherer(op.x, launch, op.row)
+    return lambda op, outputs: run(op.x, op.index, op.row, outputs[0])
+
+
+@launched_by(MoeCombine)
+def combine(op: MoeCombine, launch: Launcher) -> Runner:
+    if not op.row.shape[0] or not op.h.shape[1]:
+        return lambda op, outputs: None
+    if not op.h.numel() or not op.row.numel():
+        return lambda op, outputs: outputs[0].zero_()
+    dtype, out = op.h.dtype, op.out_dtype or op.h.dtype
+    vectorized = all(op.h.shape[1] * t.itemsize % 16 == 0 for t in (dtype, out))
+    kernel = launch.kernel(
+        CombineConfig(dtype_name(dtype), dtype_name(out), op.weight is not None, vectorized)
+    )
+
+    def run(op: MoeCombine, outputs: Sequence[Tensor]) -> None:
+        kernel(readable(op.h), dense(op.row), dense(op.weight), outputs[0], launch.num_sms)
+
+    return run
+
+
+def _activate_config(
+    op: MoeActivate | MoeActivateGradient, launch: Launcher, columns: int, **options: bool
+) -> ActivateConfig:
+    return ActivateConfig(
+        op.activation,
+        launch.arch,
+        dtype_name(op.x.dtype),
+        interleaved=op.interleaved,
+        ragged=op.offs is not None,
+        vectorized=columns % 8 == 0,
+        **options,
+    )
+
+
+@launched_by(MoeActivate)
+def activate(op: MoeActivate, launch: Launcher) -> Runner:
+    if not op.x.numel():
+        return lambda op, outputs: None
+    kernel = launch.kernel(_activate_config(op, launch, op.outputs()[0].shape[1]))
+
+    def run(op: MoeActivate, outputs: Sequence[Tensor]) -> None:
+        kernel(
+            readable(op.x), None, dense(op.offs), None, None, outputs[0], None, None, launch.num_sms
+        )
+
+    return run
+
+
+@launched_by(MoeActivateGradient)
+def activate_gradient(op: MoeActivateGradient, launch: Launcher) -> Runner:
+    if not op.x.numel():
+        return lambda op, outputs: None
+    weighted = op.weight is not None
+    kernel = launch.kernel(
+        _activate_config(op, launch, op.grad.shape[1], gradient=True, weighted=weighted)
+    )
+
+    def run(op: MoeActivateGradient, outputs: Sequence[Tensor]) -> None:
+        rows = readable(op.x), readable(op.grad), dense(op.offs)
+        if op.weight is None:
+            kernel(*rows, None, None, outputs[0], None, None, launch.num_sms)
+            return
+        out, scaled, dweight = outputs
+        kernel(
+            *rows,
+            op.weight.contiguous().view(-1),
+            dense(op.pair),
+            out,
+            scaled,
+            dweight.view(-1),
+            launch.num_sms,
+        )
+
+    return run
+
+
+@launched_by(MoeQuantizeGradient)
+def quantize_gradient(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
+    cols = op.grad.shape[1]
+    config = GradientConfig(
+        op.format, op.scaled_format, dtype_name(op.x.dtype), op.activation, launch.arch
+    )
+    if not op.x.numel() or op.interleaved or not config.can_implement(cols):
+        return _by_passes(op, launch)
+    kernel = launch.kernel(config)
+    names = [
+        (i, name) for i, one in enumerate(op.passes(op.x, op.grad)[1:]) for name in one.specs()
+    ]
+    taken = [(i, name) for i in range(2) for name in (*BUFFERS, "amax")]
+    workspace = Allocator(
+        [BufferSpec((ceil_div(cols, TILE_ROWS), op.grad.shape[0]), torch.float32)], op.device
+    )
+
+    def run(op: MoeQuantizeGradient, outputs: Sequence[Tensor]) -> None:
+        given = (
+            readable(op.x),
+            readable(op.grad),
+            dense(op.offs),
+            op.weight.contiguous().view(-1),
+            dense(op.pair),
+        )
+        out, scales = (
+            dict(zip(names, outputs[:-1], strict=True)),
+            (dense(op.scale), dense(op.scaled_scale)),
+        )
+        kernel(
+            *given,
+            *scales,
+            *map(out.get, taken),
+            *workspace.make(),
+            outputs[-1].view(-1),
+            launch.num_sms,
+            None,
+        )
+
+    return run
+
+
+def _by_passes(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
+    workspace = Allocator(op.passes(op.x, op.grad)[0].outputs()[:2], op.device)
+    runners = [one.build_runner(launch) for one in op.passes(*workspace.make())]
+
+    def run(op: MoeQuantizeGradient, outputs: Sequence[Tensor]) -> None:
+        made = workspace.make()
+        for one, into, runner in zip(
+            op.passes(*made), op.outputs_of(outputs, *made), runners, strict=True
+        ):
+            runner(one, into)
+
+    return run

@@ -1,0 +1,1 @@
+"""The op that quantizes groups, and its launcher."""

@@ -1,0 +1,1 @@
+"""Ops that reduce over groups: end offsets, amaxes and column sums."""

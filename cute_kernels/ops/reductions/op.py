@@ -1,0 +1,125 @@
+"""Ops that reduce or count: end offsets of groups, amaxes and column sums."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cute_kernels import reference
+from cute_kernels.layout.buffers import BufferSpec
+from cute_kernels.reference.groups import Groups
+
+from ..checks import check_dtype, check_input, check_tensor
+from ..op import Op
+from ..registration import register
+
+
+@register
+@dataclasses.dataclass
+class ComputeOffsets(Op):
+    """End offset of each group: the inclusive sum of ``splits`` times ``multiplier``.
+
+    Args:
+        splits: (G,) int32 or int64 sizes.
+        multiplier: elements counted for each unit of ``splits``, at least 1 and in ``dtype``.
+        dtype: int32 or int64.
+
+    Returns:
+        (G,) offsets. Those that ``dtype`` cannot hold saturate: they are its largest number.
+    """
+
+    splits: Tensor
+    multiplier: int = 1
+    dtype: torch.dtype | None = None
+
+    name: ClassVar[str] = "compute_offsets"
+    out_name: ClassVar[str] = "offs"
+
+    def check(self) -> None:
+        integers = (torch.int32, torch.int64)
+        check_tensor("splits", self.splits, dtypes=integers, ndim=(1,))
+        check_dtype("dtype", self.dtype or torch.int32, integers)
+        largest = torch.iinfo(self.dtype or torch.int32).max
+        if not 1 <= self.multiplier <= largest:
+            raise ValueError(
+                f"multiplier must be in [1, {largest}], the offsets' dtype, got {self.multiplier}"
+            )
+
+    def outputs(self) -> list[BufferSpec]:
+        return [BufferSpec(tuple(self.splits.shape), self.dtype or torch.int32)]
+
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        (offs,) = outputs
+        reference.compute_offsets(self.splits, self.multiplier, offs)
+
+
+@register
+@dataclasses.dataclass
+class GroupedAmax(Op):
+    """Largest magnitude of each group; NaN is passed over.
+
+    Args:
+        x: (T, K) with ``offs``, or (G, N, K) without; bf16, fp16 or fp32.
+        offs: (G,) int32 end rows.
+
+    Returns:
+        (G,) fp32, 0 for an empty group.
+    """
+
+    x: Tensor
+    offs: Tensor | None = None
+
+    name: ClassVar[str] = "grouped_amax"
+    out_name: ClassVar[str] = "amax"
+
+    def check(self) -> None:
+        check_input("x", self.x, self.offs)
+
+    def outputs(self) -> list[BufferSpec]:
+        return [
+            BufferSpec(
+                (self.x.shape[0] if self.offs is None else self.offs.shape[0],), torch.float32
+            )
+        ]
+
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        (amax,) = outputs
+        reference.grouped_amax(self.x, Groups.of(self.x.shape, self.offs, self.device), amax)
+
+
+@register
+@dataclasses.dataclass
+class GroupedDbias(Op):
+    """Column sums of each group in fp32, in a fixed order: the gradient of a bias.
+
+    Args:
+        dy: (T, N) with ``offs``, or (G, M, N) without; bf16, fp16 or fp32.
+        offs: (G,) int32 end rows.
+
+    Returns:
+        (G, N) fp32, in which they are summed, zeros for an empty group. Callers cast to the
+        dtype of a bias, once, after adding what else belongs to the gradient.
+    """
+
+    dy: Tensor
+    offs: Tensor | None = None
+
+    name: ClassVar[str] = "grouped_dbias"
+    out_name: ClassVar[str] = "dbias"
+
+    def check(self) -> None:
+        check_input("dy", self.dy, self.offs)
+
+    def outputs(self) -> list[BufferSpec]:
+        groups = self.dy.shape[0] if self.offs is None else self.offs.shape[0]
+        return [BufferSpec((groups, self.dy.shape[-1]), torch.float32)]
+
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        (dbias,) = outputs
+        reference.grouped_dbias(
+            reference.Elements(self.dy), Groups.of(self.dy.shape, self.offs, self.device), dbias
+        )

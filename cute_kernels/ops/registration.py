@@ -1,0 +1,264 @@
+"""Registration of ops with PyTorch, each in two forms from one description.
+
+``register`` turns an ``Op`` dataclass into the functional op ``torch.ops.cute_kernels.name``, which
+allocates its outputs, the op ``name_out``, which writes the caller's tensors, and the fake
+implementations of both. All four share ``check`` and ``outputs`` and cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ..layout.buffers import BufferSpec
+from ..runtime.backend import chosen_backend
+from ..runtime.observers import needs_dispatcher
+from ..runtime.plan_cache import PLANS, plan_key
+from ..runtime.replay import OPS_BY_OVERLOAD
+from .derivatives import not_differentiable, refuse_derivatives, register_autograd
+from .op import Op
+
+_LIBRARY = torch.library.Library("cute_kernels", "DEF")
+_SCHEMA_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "list[Tensor]": "Tensor[]",
+    "list[Tensor] | None": "Tensor[]?",
+    "bool": "bool",
+    "int": "SymInt",
+    "float": "float",
+    "list[int] | None": "SymInt[]?",
+    "str": "str",
+    "str | None": "str?",
+    "torch.dtype": "ScalarType",
+    "torch.dtype | None": "ScalarType?",
+}
+
+
+def check_outputs(op: Op, specs: Sequence[BufferSpec], targets: Sequence[Tensor]) -> None:
+    """Raise ValueError or TypeError unless the caller's output tensors match ``specs``."""
+    if len(targets) != len(specs):
+        shapes = ", ".join(str(tuple(spec.shape)) for spec in specs)
+        raise ValueError(
+            f"{op.name}_out: {op.out_name} must be {len(specs)} tensors, of shapes {shapes}; "
+            f"got {len(targets)}"
+        )
+    for i, (spec, tensor) in enumerate(zip(specs, targets, strict=True)):
+        name = f"{op.out_name}[{i}]" if op.returns_list else op.out_name
+        if tensor.dtype != spec.dtype:
+            raise TypeError(f"{op.name}_out: {name} must be {spec.dtype}, got {tensor.dtype}")
+        if tuple(tensor.shape) != tuple(spec.shape):
+            raise ValueError(
+                f"{op.name}_out: {name} must have shape {tuple(spec.shape)}, "
+                f"got {tuple(tensor.shape)}"
+            )
+        # Functionalization may pass a dense copy of a padded output: any pitch is accepted.
+        pitch = spec.pitch and max(tensor.stride(-2), spec.shape[-1])
+        if tensor.numel() and tensor.stride() != spec._replace(pitch=pitch).strides:
+            raise ValueError(
+                f"{op.name}_out: {name} must be row-major with strides {spec.strides}, "
+                f"got {tensor.stride()}"
+            )
+        if tensor.device != op.device:
+            raise ValueError(f"{op.name}_out: {name} must be on {op.device}, got {tensor.device}")
+
+
+def _schema_arguments(cls: type[Op]) -> str:
+    """Return the arguments of an op as text of a PyTorch schema."""
+    arguments = []
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        kind = _SCHEMA_TYPES[str(field.type)]
+        if field.name in cls.written:
+            alias = chr(ord("a") + cls.written.index(field.name))
+            kind = kind.replace("Tensor", f"Tensor({alias}!)")
+        default = field.default
+        text = f"{kind} {field.name}"
+        if default is not dataclasses.MISSING:
+            text += f'="{default}"' if isinstance(default, str) else f"={default}"
+        arguments.append(text)
+    return ", ".join(arguments)
+
+
+def _schemas(cls: type[Op]) -> tuple[str, str]:
+    """Return the schemas of the functional and of the ``_out`` form."""
+    arguments, brackets = _schema_arguments(cls), "[]" if cls.returns_list else ""
+    flag = ", bool accumulate=False" if cls.accumulates else ""
+    return (
+        f"{cls.name}({arguments}) -> Tensor{brackets}",
+        f"{cls.name}_out({arguments}, *, Tensor(o!){brackets} {cls.out_name}{flag}) -> ()",
+    )
+
+
+def register(cls: type[Op]) -> type[Op]:
+    """Register the functional and the ``_out`` form of an op and their fakes (class decorator)."""
+    functional_schema, out_schema = _schemas(cls)
+    cls.has_offs = any(field.name == "offs" for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+
+    def result(outputs: list[Tensor]) -> Tensor | list[Tensor]:
+        return outputs if cls.returns_list else outputs[0]
+
+    def call(*args: Any, **kwargs: Any) -> Tensor | list[Tensor]:
+        op = cls(*args, **kwargs)
+        return result(op.cached_plan().compute(op))
+
+    def fake(*args: Any, **kwargs: Any) -> Tensor | list[Tensor]:
+        op = cls(*args, **kwargs)
+        op.check()
+        return result([spec.allocate(op.device, False) for spec in op.outputs()])
+
+    def pop_outputs(kwargs: dict[str, Any]) -> tuple[list[Tensor], dict[str, bool]]:
+        options = {name: kwargs.pop(name) for name in ("accumulate",) if name in kwargs}
+        out = kwargs.pop(cls.out_name)
+        return out if cls.returns_list else [out], options
+
+    def check_no_gradients(op: Op, outputs: list[Tensor]) -> None:
+        written = ((cls.out_name, out) for out in outputs)
+        refuse_derivatives(f"{cls.name}_out", (*op.tensors().items(), *written), f"call {cls.name}")
+
+    def call_out(*args: Any, **kwargs: Any) -> None:
+        outputs, options = pop_outputs(kwargs)
+        op = cls(*args, **kwargs)
+        plan = op.cached_plan()
+        check_outputs(op, plan.outputs, outputs)
+        check_no_gradients(op, outputs)
+        for name, t in op.tensors().items() if cls.accumulates else ():
+            if t.data_ptr() == outputs[0].data_ptr() != 0:
+                raise ValueError(f"{cls.name}_out: out must not lie where {name} does")
+        # Nothing else tells autograd, which may have saved an output for a backward pass.
+        increment_version(outputs)
+        with torch.no_grad():
+            plan.compute_into(op, outputs, **options)
+
+    def fake_out(*args: Any, **kwargs: Any) -> None:
+        outputs, _ = pop_outputs(kwargs)
+        op = cls(*args, **kwargs)
+        op.check()
+        check_outputs(op, op.outputs(), outputs)
+        check_no_gradients(op, outputs)
+
+    _define(cls.name, functional_schema, call, fake, cls.__doc__)
+    out_doc = f"``{cls.name}``, written into the caller's tensors.\n\n    {cls.__doc__}"
+    _define(f"{cls.name}_out", out_schema, call_out, fake_out, out_doc)
+    register_autograd(
+        cls.name, cls.backward or not_differentiable(cls.name), cls.setup_context, _LIBRARY
+    )
+    cls.fast_call = staticmethod(_fast_call(cls))
+    return cls
+
+
+def register_inplace(cls: type[Op]) -> type[Op]:
+    """Register an op that writes the arguments that ``written`` names (class decorator)."""
+    remedy = "call it under torch.no_grad()"
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        op = cls(*args, **kwargs)
+        plan = op.cached_plan()
+        arguments = [getattr(op, name) for name in cls.written]
+        outputs = [t for arg in arguments for t in (arg if isinstance(arg, list) else [arg])]
+        refuse_derivatives(cls.name, op.tensors().items(), remedy)
+        # Nothing else tells autograd, which may have saved an output for a backward pass.
+        increment_version(outputs)
+        with torch.no_grad():
+            plan.compute_into(op, outputs)
+
+    def fake(*args: Any, **kwargs: Any) -> None:
+        op = cls(*args, **kwargs)
+        op.check()
+        refuse_derivatives(cls.name, op.tensors().items(), remedy)
+
+    _define(cls.name, f"{cls.name}({_schema_arguments(cls)}) -> ()", call, fake, cls.__doc__)
+    cls.fast_call = staticmethod(getattr(torch.ops.cute_kernels, cls.name).default)
+    return cls
+
+
+def _define(
+    name: str,
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    doc: str | None,
+) -> None:
+    """Define one op in the library, with its implementation, its fake and its docstring."""
+    skip_dynamo(implementation)
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cute_kernels::{name}", fake, lib=_LIBRARY)
+    getattr(torch.ops.cute_kernels, name).__doc__ = doc
+
+
+def skip_dynamo(function: Any) -> None:
+    """Make Dynamo run a function as it is, also in a frame that Dynamo leaves to Python.
+
+    Otherwise Dynamo would trace the checks, caches and launches inside, down to the kernel
+    compiler.
+    """
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+def _fast_call(cls: type[Op]) -> Callable[..., Any]:
+    """Return the op as a function that skips the dispatcher if nothing observes the call.
+
+    These calls still go through the dispatcher: traced and compiled ones, those with tensor
+    subclasses, dispatch modes, transforms or forward-mode AD, profiled ones, and calls with
+    operands that require gradients or have no data.
+    """
+    dispatched = getattr(torch.ops.cute_kernels, cls.name).default
+    OPS_BY_OVERLOAD[dispatched] = cls
+    has_offs, returns_list = cls.has_offs, cls.returns_list
+
+    def fast_call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            args = _as_positional(cls, args, kwargs)
+        if needs_dispatcher(args):
+            return dispatched(*args)
+        choice = chosen_backend()
+        key, op = plan_key(cls, choice, args), cls(*args)
+        plan = PLANS.get(key) or PLANS.add(key, op.new_plan(choice))
+        if has_offs:
+            op.check_values()
+        outputs = plan.compute(op)
+        return outputs if returns_list else outputs[0]
+
+    fast_call.__name__ = fast_call.__qualname__ = cls.name
+    fast_call.__doc__ = cls.__doc__
+    fast_call.__signature__ = inspect.signature(cls)  # type: ignore[attr-defined]
+    return fast_call
+
+
+@functools.cache
+def _parameters(cls: type[Op]) -> tuple[dict[str, int], list[Any]]:
+    """Return the positions of an op's arguments by name, and their defaults."""
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    return {field.name: i for i, field in enumerate(fields)}, [field.default for field in fields]
+
+
+def _as_positional(cls: type[Op], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of a call in the order of the op's fields, without trailing defaults.
+
+    Raises:
+        TypeError: an argument is unknown, missing or given twice.
+    """
+    positions, defaults = _parameters(cls)
+    values = [*args, *defaults[len(args) :]]
+    last = len(args)
+    for name, value in kwargs.items():
+        position = positions.get(name, -1)
+        if position < len(args):
+            reason = "an unexpected argument" if position < 0 else "two values for argument"
+            raise TypeError(f"{cls.name}() got {reason} {name!r}")
+        values[position] = value
+        last = max(last, position + 1)
+    for name, position in positions.items():
+        if values[position] is dataclasses.MISSING:
+            raise TypeError(f"{cls.name}() is missing argument {name!r}")
+    return tuple(values[:last])

@@ -1,0 +1,1 @@
+"""Tools for tests and measurements of kernels: compilation for the emulator, cubin contents."""
