@@ -1,8 +1,8 @@
 """``perf readme``: write the measured tables of the README from the committed records.
 
-Each table lies between ``<!-- perf table: NAME -->`` and ``<!-- end of perf table -->``. A cell shows
-the newest record that matches, or the median of three or more runs of one commit, with half of the
-spread. A line below the table names the runs. ``--check`` fails if the README differs.
+Each table lies between ``<!-- perf table: NAME -->`` and ``<!-- end of perf table -->``. A cell
+shows the newest record that matches, or the median of three or more runs of one commit, with half
+of the spread. A line below the table names the runs. ``--check`` fails if the README differs.
 """
 
 import argparse

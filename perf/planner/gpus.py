@@ -80,9 +80,9 @@ class Gpu:
     def mma_operand(self, fmt: Format | None) -> tuple[str, bool]:
         """Return the type that tensor cores multiply, and if operands are decoded to it.
 
-        The tensor cores of sm_90a multiply FP8 without block scales. Sums of blocks of 128 are scaled
-        in registers. Operands with finer blocks are decoded to a type that holds the product of code
-        and scale.
+        The tensor cores of sm_90a multiply FP8 without block scales. Sums of blocks of 128 are
+        scaled in registers. Operands with finer blocks are decoded to a type that holds the product
+        of code and scale.
         """
         if fmt is None:
             return "bfloat16", False
@@ -123,8 +123,8 @@ _H100 = replace(
     _H200, name="H100", copy=Range(2.99, 2.99), memory=80.0, source="those of an H200; measured copy"
 )
 # Quantizers of other libraries reach 6.4 to 7.2 of 8 TB/s (TransformerEngine #2412 on a B300,
-# FlashInfer #2838). Dense products: NVFP4 5239 (cuBLAS) to 5702 (DeepGEMM #348), FP8 2330 at 4096^3 (helion
-# #2756) to the 3500 that torchao takes as achievable, bf16 1360 (vLLM #20646) to 1540
+# FlashInfer #2838). Dense products: NVFP4 5239 (cuBLAS) to 5702 (DeepGEMM #348), FP8 2330 at 4096^3
+# (helion #2756) to the 3500 that torchao takes as achievable, bf16 1360 (vLLM #20646) to 1540
 # (ThunderKittens). Half of the published times of other libraries' kernels are within ``doubt``.
 _B200 = Gpu(
     name="B200",

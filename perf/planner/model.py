@@ -3,10 +3,10 @@
     time = launches * launch + ((memory * bytes)^q + core^q)^(1/q)
     core = multiply * products + decode * instructions + fill * waves
 
-``bytes``, ``products`` and ``instructions`` are times at the rate of a copy, of a large dense product
-and of instruction issue. So most coefficients are near 1 on every GPU. The exponent q says how well
-memory and core overlap (1: not at all). Every coefficient has an assumed value, from which records
-pull it away. Without a record it keeps that value.
+``bytes``, ``products`` and ``instructions`` are times at the rate of a copy, of a large dense
+product and of instruction issue. So most coefficients are near 1 on every GPU. The exponent q says
+how well memory and core overlap (1: not at all). Every coefficient has an assumed value, from which
+records pull it away. Without a record it keeps that value.
 """
 
 import dataclasses
@@ -213,7 +213,8 @@ def errors(values: Mapping[str, float], observed: Sequence[Observation]) -> list
 def fit(ours: Sequence[Observation]) -> Model:
     """Return the model of observations, and its error on held-out ones.
 
-    For the error, each half (every other observation) is predicted by the coefficients of the other.
+    For the error, each half (every other observation) is predicted by the coefficients of the
+    other.
     """
     even, odd = ours[::2], ours[1::2]
     held_out = [abs(e) for e in (*errors(_solve(even), odd), *errors(_solve(odd), even))]

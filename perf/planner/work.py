@@ -1,7 +1,7 @@
 """Work of kernels: bytes, products, instructions, tiles. No times.
 
-Tiles are those of ``gpus.Tiles``, not the ones that the kernels choose: kernels choose by the mean rows
-of the groups alone.
+Tiles are those of ``gpus.Tiles``, not the ones that the kernels choose: kernels choose by the mean
+rows of the groups alone.
 """
 
 import dataclasses
