@@ -44,7 +44,7 @@ def check(records: list[Record], path: Path, partial: bool) -> int:
 def renew(old: list[Record], new: list[Record]) -> list[Record]:
     """Return the records of a renewed file: changed counts are added to the older ones.
 
-    Counts that this package no longer makes are removed. Those of peers stay, since peers may not
+    Counts that this package no longer makes are removed. Counts of peers stay, since peers may not
     be installed here.
     """
     counted = {record.key for record in new}

@@ -1,4 +1,7 @@
-"""``perf compare``: what got slower from one set of records to another; docs/perf.md has the rule."""
+"""``perf compare``: find what got slower from one set of records to another.
+
+docs/perf.md states the rule.
+"""
 
 import argparse
 import dataclasses

@@ -30,7 +30,7 @@ def newest(records: Sequence[Record], conditions: dict[str, object]) -> Record |
     """
     matching = [record for record in records if matches(record, conditions)]
     record = max(matching, key=lambda record: record.time, default=None)
-    return record and pool_runs([other for other in matching if other.key == record.key])
+    return record and pool_runs([run for run in matching if run.key == record.key])
 
 
 #: Marks of cells whose records come from other runs than most cells of the table.

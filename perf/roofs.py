@@ -2,14 +2,15 @@
 
 Records are checked when they are measured and when they are loaded. Two rates are impossible:
 
-- The least bytes that the memory must move, at more than the rate of the memory plus 5 %. Protocols
-  that are ``L2-cold`` go through more operands than L2 holds, so inputs and results of any size
-  come from memory. Tensors that the call itself writes and reads again may stay in L2: only their
-  bytes beyond the size of L2 count. With other protocols L2 may hold operands, too, so its size is
-  subtracted from the bytes.
-- The useful operations, at more than the rate of the tensor cores plus 10 %. (Clocks reach 1980 MHz
-  where the data sheet assumes 1830.) The rate is that of the narrowest type of the GPU that is at
-  least as wide as the widest operand.
+**Memory.** The least bytes that the memory must move, at more than its rate plus 5 %. Protocols
+that are ``L2-cold`` go through more operands than L2 holds, so inputs and results of any size come
+from memory. Tensors that the call itself writes and reads again may stay in L2: only their bytes
+beyond the size of L2 count. With other protocols L2 may hold operands, too. Its size is then
+subtracted.
+
+**Tensor cores.** The useful operations, at more than their rate plus 10 %. (Clocks reach 1980 MHz
+where the data sheet assumes 1830.) The rate is that of the narrowest type of the GPU that is at
+least as wide as the widest operand.
 
 GPUs without a data sheet here are not checked.
 """

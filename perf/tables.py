@@ -86,7 +86,9 @@ class Table:
 _H200 = {"kind": "gpu", "gpu": "NVIDIA H200"}
 
 
-def _cell(quantity: str, digits: int = 0, scale: float = 1.0, unit: str = "", **conditions: Any) -> Cell:
+def _cell(
+    quantity: str, digits: int = 0, scale: float = 1.0, unit: str = "", **conditions: Any
+) -> Cell:
     """Return a cell that shows the value of a record."""
     return Cell(
         {"quantity": quantity, **conditions}, show="value", scale=scale, digits=digits, unit=unit
@@ -183,14 +185,20 @@ _COUNT_QUANTIZE = Table(
     (
         Column("thread instructions", _per_element("thread instructions", 1)),
         Column("bytes read", _per_element("bytes read"), plus=_per_element("bytes read by TMA")),
-        Column("bytes written", _per_element("bytes written"), plus=_per_element("bytes written by TMA")),
+        Column(
+            "bytes written",
+            _per_element("bytes written"),
+            plus=_per_element("bytes written by TMA"),
+        ),
         Column(
             "store sectors used",
             _cell("bytes written", scale=1 / 32, digits=2),
             over=_cell("sectors written"),
         ),
         Column(
-            "shared wavefronts per request", _cell("shared wavefronts", 2), over=_cell("shared accesses")
+            "shared wavefronts per request",
+            _cell("shared wavefronts", 2),
+            over=_cell("shared accesses"),
         ),
     ),
     {**_BLACKWELL, "rows": _ROWS, "cols": _COLS},
@@ -335,7 +343,7 @@ _LAYER = Table(
             for name in ("BF16", "NVFP4RowScaled", "FP8Block")
         ),
         *(
-            _step(f"{name}, weight cached", contender="ours, weight kept", format=name)
+            _step(f"{name}, cached weight", contender="ours, weight kept", format=name)
             for name in _CACHED[::-1]
         ),
     ),
@@ -349,7 +357,7 @@ def _contenders(peers: tuple[str, ...], *more: str) -> tuple[Column, ...]:
         *(Column(f"{peer}, bf16", _time(contender=peer)) for peer in peers),
         *(Column(recipe, _time(contender="ours", format=recipe)) for recipe in ("BF16", *more)),
         *(
-            Column(f"{name}, weights cached", _time(contender="ours, weight kept", format=name))
+            Column(f"{name}, cached weights", _time(contender="ours, weight kept", format=name))
             for name in _CACHED
         ),
     )

@@ -165,9 +165,7 @@ def layer_work(
     dx = results * hidden
     saved_x = x if formats.input is None else 0.0
     inputs = Work(0.0, _BF16 * (x + y + trains * (y + dx + saved_x)))
-    return total(
-        [inputs, *((p.training if trains else p.forward)(quantizes) for p in products)]
-    )
+    return total([inputs, *((p.training if trains else p.forward)(quantizes) for p in products)])
 
 
 def _routed(case: Mapping[str, Any], seed: int) -> tuple[float, float, float]:

@@ -192,6 +192,7 @@ class _Graph(_Timer):
     """Times replays of a CUDA graph."""
 
     def _prepare_replay(self, calls: int) -> None:
+        """Capture a graph of so many calls."""
         super()._prepare_replay(calls)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -60,6 +60,7 @@ def saved_by(module: nn.Module) -> Iterator[list[Saved]]:
     saved: list[Saved] = []
 
     def pack(t: Tensor) -> Tensor:
+        """Note a saved tensor, unless its storage is known."""
         storage = t.untyped_storage()
         reference = StorageWeakRef(storage)
         if reference not in known:

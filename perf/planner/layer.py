@@ -25,7 +25,6 @@ class Layer:
         is_mlp: True for an MLP, False for its first product alone.
     """
 
-
     sizes: tuple[int, ...]
     hidden: int
     intermediate: int

@@ -1,9 +1,11 @@
-"""Times of kernels, by a few coefficients that are fitted to records::
+"""Times of kernels, by a few coefficients that are fitted to records.
+
+::
 
     time = launches * launch + ((memory * bytes)^q + core^q)^(1/q)
     core = multiply * products + decode * instructions + fill * waves
 
-``bytes``, ``products`` and ``instructions`` are times at the rate of a copy, of a large dense
+The times ``bytes``, ``products`` and ``instructions`` are at the rate of a copy, of a large dense
 product and of instruction issue. So most coefficients are near 1 on every GPU. The exponent q says
 how well memory and core overlap (1: not at all). Every coefficient has an assumed value, from which
 records pull it away. Without a record it keeps that value.
@@ -192,6 +194,7 @@ def _solve(observed: Sequence[Observation]) -> dict[str, float]:
     solver = torch.optim.LBFGS([shift], max_iter=_STEPS, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
+        """Return the Huber loss of the errors plus the penalty of shifts."""
         solver.zero_grad()
         scaled = problem.errors(start + shift) / _OUTLIER
         total = torch.nn.functional.huber_loss(scaled, torch.zeros_like(scaled), reduction="sum")
@@ -217,10 +220,10 @@ def fit(ours: Sequence[Observation]) -> Model:
     other.
     """
     even, odd = ours[::2], ours[1::2]
-    held_out = [abs(e) for e in (*errors(_solve(even), odd), *errors(_solve(odd), even))]
+    unseen = [abs(e) for e in (*errors(_solve(even), odd), *errors(_solve(odd), even))]
     return Model(
         values=_solve(ours),
         count=len(ours),
-        error=statistics.median(held_out),
-        spread=statistics.quantiles(held_out, n=10)[-1],
+        error=statistics.median(unseen),
+        spread=statistics.quantiles(unseen, n=10)[-1],
     )

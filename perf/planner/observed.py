@@ -22,7 +22,11 @@ _CURRENT = {
     "layer": ("ours", "ours, weight kept"),
 }
 #: Quantities, and the kernels of a call that they cover.
-_COVERED_KERNELS = {"time": slice(None), "time of GEMM": slice(-1, None), "time of expand pass": slice(1)}
+_COVERED_KERNELS = {
+    "time": slice(None),
+    "time of GEMM": slice(-1, None),
+    "time of expand pass": slice(1),
+}
 
 
 def _format(text: str) -> Format | None:

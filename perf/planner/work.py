@@ -233,7 +233,7 @@ def quantization(
             codes.
     """
     request = Quantization(directions, gives_amax)
-    reads_twice = request.has_group_level(fmt) and not gives_amax and not fmt.has_given_scale
+    reads_twice = request.has_group_scale(fmt) and not gives_amax and not fmt.has_given_scale
     two_phases = counts.per_element(fmt, "quantize", directions, "computed")
     one_phase = counts.per_element(fmt, "quantize", directions, "given")
     if reads_twice and two_phases is None and one_phase is not None:
