@@ -19,11 +19,11 @@ import torch
 from torch.distributed import ProcessGroup
 
 from cute_kernels import formats
-from cute_kernels.capability import UnsupportedError, support
+from cute_kernels.capability import support
 from cute_kernels.formats import E5M2, Format
 from cute_kernels.ops.delayed_scaling.op import ALGORITHMS, check_margin
 from cute_kernels.ops.format_pairs import check_pair, check_transforms
-from cute_kernels.records import check_choice
+from cute_kernels.records import UnsupportedError, check_choice
 
 from .tensor.validation import check_format, check_size
 
@@ -94,7 +94,7 @@ class Recipe:
             raise ValueError(f"a recipe quantizes all roles or none; no format for {missing}")
         level = None if self.weight is None else self.weight.global_scale
         if level is not None and level.per == "row":
-            raise ValueError(f"weight must have one second-level scale a group, got {self.weight}")
+            raise ValueError(f"weight must have one global scale per group, got {self.weight}")
         for name, fmt in roles.items():
             if name != "grad_output" and fmt.element is E5M2:
                 raise ValueError(

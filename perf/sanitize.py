@@ -187,7 +187,8 @@ def _dynamically_scheduled(a_fmt: Format, b_fmt: Format, width: int, cols: int) 
     """Run products with dynamic scheduling, one of which activates and quantizes its results."""
     if not operand_of(a_fmt).has_short_sums:
         return
-    a = grouped.quantize(_sample(_ROWS, cols), a_fmt, offs=_offs())
+    offs = _offs()
+    a = grouped.quantize(_sample(_ROWS, cols), a_fmt, offs=offs)
     b = grouped.quantize(_sample(len(_END_ROWS), _WIDE, cols), b_fmt)
     (codes, scales), (b_codes, b_scales) = (
         x.rowwise.operand for x in (a, b) if x.rowwise is not None
@@ -198,7 +199,7 @@ def _dynamically_scheduled(a_fmt: Format, b_fmt: Format, width: int, cols: int) 
         ops.m_grouped_gemm_activate(
             codes,
             b_codes,
-            a.offs,
+            offs,
             out_dtype=torch.bfloat16,
             a_scales=scales,
             b_scales=b_scales,

@@ -23,10 +23,10 @@ class ElementType:
     """Number type of stored elements.
 
     Attributes:
-        name: name in kernels and in the text of a record.
-        bits: width in bits.
-        max: largest finite magnitude.
-        dtype: dtype of buffers that hold the elements; uint8 if several elements share a byte,
+        name: Name in kernels and in the text of a record.
+        bits: Width in bits.
+        max: Largest finite magnitude.
+        dtype: Dtype of buffers that hold the elements; uint8 if several elements share a byte,
             with the element of even index in the low bits.
     """
 
@@ -70,8 +70,8 @@ class BlockScale:
     """Scale that the elements of one block share.
 
     Attributes:
-        element: number type of the scale.
-        vec_size: number of elements in a block, along the direction of the blocks.
+        element: Number type of the scale.
+        vec_size: Number of elements in a block, along the direction of the blocks.
         layout: ``"tiles_128x4"``, bytes in 512-byte tiles of 128 rows by 4 scales, the order
             that Blackwell's block-scaled MMA reads; or ``"mn_major"``, one row of scales
             for each block along the direction of the blocks.
@@ -96,8 +96,8 @@ class GlobalScale:
 
     Attributes:
         per: ``"group"`` for one scale per group, ``"row"`` for one scale per row.
-        buffers: names of the vectors that are stored for it. The first one decodes.
-        factor: multiplier of the first vector when it decodes, rounded to fp32.
+        buffers: Names of the vectors that are stored for it. The first one decodes.
+        factor: Multiplier of the first vector when it decodes, rounded to fp32.
         is_shared: True if both directions read the same vectors; otherwise each direction has
             vectors of its own.
     """
@@ -136,16 +136,16 @@ class Format(Record, abc.ABC):
     guard and a member of a recipe.
 
     Attributes:
-        name: name of the format, the first word of its text.
-        scale: scale of a block; None if the format has no blocks.
+        name: Name of the format, the first word of its text.
+        scale: Scale of a block; None if the format has no blocks.
         columnwise: ``"transposed"`` if the columnwise copy is the transpose of the rows of each
             group, in slot columns; ``"untransposed"`` if it keeps their orientation, in slot
             rows.
-        k_multiple: number that must divide the last dimension of a tensor.
+        k_multiple: Number that must divide the last dimension of a tensor.
         rounds_activation: True if the result of an activation of a bf16 or fp16 tensor is
             rounded to that dtype before it is quantized. The codes then equal those of an
             activation that is stored first.
-        encode_only_fields: names of the fields that affect encoding but not decoding.
+        encode_only_fields: Names of the fields that affect encoding but not decoding.
         nan_scales: True if NaN and infinity, and all elements that share their scale, decode to
             NaN; see ``amaxes_keep_nan``. Finite tensors have the same bytes either way. If
             False, infinity saturates, and E2M1, which has no NaN, turns NaN into a number.
@@ -366,7 +366,7 @@ def parse(text: str) -> Format:
     """Return the record whose ``Format.text`` is ``text``.
 
     Raises:
-        ValueError: there is no such format, field or value; or the record has another text,
+        ValueError: There is no such format, field or value; or the record has another text,
             which leaves out fields at their defaults and has the others in the record's order.
     """
     return read("format", RECORDS, text)

@@ -19,7 +19,7 @@ class FP8(Format):
         scaling: ``"current"`` computes the scale from this tensor's amax. ``"delayed"`` takes a
             scale that the caller computed from the amaxes of earlier tensors, and returns
             this tensor's amax.
-        nan_scales: make the scale of a group that contains infinity NaN; see ``Format``.
+        nan_scales: Make the scale of a group that contains infinity NaN; see ``Format``.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn

@@ -17,9 +17,9 @@ class FP8Block(Format):
     Args:
         block: (1, 128) for activations and gradients, (128, 128) for weights.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        pow2_scales: round scales down to powers of two.
-        amax_epsilon: lower bound of a block's amax.
-        nan_scales: make the scale of a block that contains infinity NaN; see ``Format``.
+        pow2_scales: Round scales down to powers of two.
+        amax_epsilon: Lower bound of a block's amax.
+        nan_scales: Make the scale of a block that contains infinity NaN; see ``Format``.
     """
 
     block: tuple[int, int] = (1, 128)

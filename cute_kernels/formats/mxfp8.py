@@ -17,7 +17,7 @@ class MXFP8(Format):
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         block: (1, 32), or (32, 32), so that both directions hold the same codes.
-        nan_scales: make the scale of a block that contains infinity NaN; see ``Format``.
+        nan_scales: Make the scale of a block that contains infinity NaN; see ``Format``.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn

@@ -24,24 +24,24 @@ class NVFP4(Format):
     """E2M1 codes, two per byte, with one E4M3 scale per block and an fp32 global scale.
 
     Args:
-        row_scaled: use one global scale (an amax) per row of the rowwise copy instead of one per
+        row_scaled: Use one global scale (an amax) per row of the rowwise copy instead of one per
             group. The columnwise copy always has one per group.
         block: (1, 16) for activations and gradients, or (16, 16) for weights, so that both
             directions hold the same values.
-        hadamard: apply a random 16x16 Hadamard transform to the columnwise copy.
-        stochastic_rounding: round codes stochastically instead of to nearest even.
-        four_over_six: let each block choose the better of the scales that map its amax to 6 or 4.
-        e4m3_max: block scale that the global scale maps the largest block scale to. With
+        hadamard: Apply a random 16x16 Hadamard transform to the columnwise copy.
+        stochastic_rounding: Round codes stochastically instead of to nearest even.
+        four_over_six: Let each block choose the better of the scales that map its amax to 6 or 4.
+        e4m3_max: Block scale that the global scale maps the largest block scale to. With
             ``four_over_six`` the default is 256, which leaves room for the scale that maps
             the amax to 4. Without it the only value is 448.
-        four_over_six_error: error that ``four_over_six`` minimizes: the sum of the magnitudes
+        four_over_six_error: Error that ``four_over_six`` minimizes: the sum of the magnitudes
             ("mae") or of the squares ("mse") of a block's errors.
-        nan_scales: propagate NaN through the amaxes of blocks, rows and groups to the scales;
+        nan_scales: Propagate NaN through the amaxes of blocks, rows and groups to the scales;
             see ``Format``.
 
     Raises:
-        TypeError: a field has the wrong type.
-        ValueError: a combination has no meaning, such as ``row_scaled`` with 16x16 blocks, or a
+        TypeError: A field has the wrong type.
+        ValueError: A combination has no meaning, such as ``row_scaled`` with 16x16 blocks, or a
             field does not apply.
     """
 

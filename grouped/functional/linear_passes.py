@@ -484,7 +484,7 @@ def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
     level = weight.format.global_scale
     if level is not None and level.per == "row":
         raise ValueError(
-            f"weight must have one second-level scale a group, got {weight.format}: row_scaled is for activations"
+            f"weight must have one global scale per group, got {weight.format}: row_scaled is for activations"
         )
     if need_dx and weight.format.is_transformed:
         raise ValueError(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from cute_kernels.arch import get_arch
 from cute_kernels.formats import Format
 
 from ..roofs import published
@@ -86,7 +87,7 @@ class Gpu:
         """
         if fmt is None:
             return "bfloat16", False
-        if self.arch != "sm_90a":
+        if get_arch(self.arch).has_block_scaled_mma:
             return f"fp{fmt.element.bits}", False
         if fmt.element.bits < 8:
             return "float16", True

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
+from cute_kernels.arch import get_arch
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.shapes import ceil_div, round_up
 from cute_kernels.layout.slots import TILE_ROWS, num_slot_tiles
@@ -110,7 +111,7 @@ def product(work: Product, gpu: Gpu, name: str = "") -> list[Kernel]:
     multiply, decode = f"multiply {mma_type}", ""
     if fmt is not None and mma_type.startswith("fp"):
         multiply += f", {fmt.name}"
-    if gpu.arch != "sm_90a":
+    if get_arch(gpu.arch).tuned_by != "time":
         # The share of a dense product's rate that these kernels reach was not measured.
         multiply += f", {gpu.arch}"
     kernels = []

@@ -195,8 +195,8 @@ def task(
     )
 
 
-def _cases(options: Options) -> Iterator[tuple[GroupedShape, int, str, str]]:
-    """Yield shape, rows, product and routing of each case on a GPU."""
+def cases(options: Options) -> Iterator[tuple[GroupedShape, int, str, str]]:
+    """Yield shape, rows, product and routing of each case on a GPU; some come twice."""
     for model, layer in HEADLINE:
         shape = MODELS[model].shape(layer)
         for tokens in _TOKENS:
@@ -216,11 +216,11 @@ def _cases(options: Options) -> Iterator[tuple[GroupedShape, int, str, str]]:
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
     if meter.kind == "gpu" and not options.quick:
-        cases = dict.fromkeys(_cases(options))
+        distinct = dict.fromkeys(cases(options))
     else:
         products = itertools.product(("fprop", "dgrad", "wgrad"), ("balanced", "empty"))
-        cases = dict.fromkeys((_SMALL, _SMALL_ROWS, *product) for product in products)
-    for case in cases:
+        distinct = dict.fromkeys((_SMALL, _SMALL_ROWS, *product) for product in products)
+    for case in distinct:
         yield task(meter, options, *case)
 
 

@@ -64,9 +64,9 @@ class Input:
         self.offs[-1] = rows
         row_amax = self.x.abs().amax(1).float()
         bounds = itertools.pairwise([0, *self.offs.tolist()])
-        groups = (row_amax[start:end] for start, end in bounds)
+        amaxes = [row_amax[start:end] for start, end in bounds]
         self.amax = torch.stack(
-            [rows.amax() if len(rows) else rows.new_zeros(()) for rows in groups]
+            [values.amax() if len(values) else values.new_zeros(()) for values in amaxes]
         )
 
 

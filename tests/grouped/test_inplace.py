@@ -9,11 +9,11 @@ from torch import nn
 import grouped
 from grouped import GroupedTensor
 from grouped.tensor import lost_updates as updates
-from tests.helpers import BF16, U8, assert_same_buffers, assert_same_bytes, each, raises, sample
+from tests.helpers import BF16, U8, assert_same_buffers, assert_same_bytes, sample
 
 from .cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, pointers, weight
 
-every_format = each("fmt", EVERY_FORMAT)
+every_format = pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
 
 
 def assert_holds(p, dense):
@@ -46,8 +46,12 @@ IN_PLACE = {
 }
 
 
-in_groups = each(
-    "groups", {"ragged": {"offs": [13, 40]}, "shapes": {"shapes": [(5, 64), (0, 32), (13, 64)]}}
+in_groups = pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param({"offs": [13, 40]}, id="ragged"),
+        pytest.param({"shapes": [(5, 64), (0, 32), (13, 64)]}, id="shapes"),
+    ],
 )
 
 
@@ -55,7 +59,7 @@ def shape_of(groups):
     return (40, 32) if "offs" in groups else (1280,)
 
 
-@each("op", IN_PLACE)
+@pytest.mark.parametrize("op", IN_PLACE.values(), ids=IN_PLACE)
 @in_groups
 @every_format
 def test_in_place_ops(fmt, groups, op):
@@ -107,7 +111,7 @@ def test_in_place_ops_match_keywords_by_name():
 @every_format
 def test_in_place_ops_of_a_parameter_need_no_grad(fmt):
     p = parameter(fmt=fmt)
-    with raises(RuntimeError, "leaf Variable"):
+    with pytest.raises(RuntimeError, match="leaf Variable"):
         p.mul_(2)
     with torch.no_grad():
         assert p.mul_(2) is p
@@ -143,9 +147,9 @@ def test_copying_between_one_direction_and_two(fmt):
     assert_holds(two_directions, rowwise.dequantize())
 
 
-@each("groups", [2, 4])
+@pytest.mark.parametrize("groups", [2, 4])
 def test_copying_a_different_shape_is_refused(groups):
-    with raises(RuntimeError, "expand"):
+    with pytest.raises(RuntimeError, match="expand"):
         parameter(requires_grad=False).copy_(weight(groups))
 
 
@@ -158,7 +162,7 @@ INITIALIZERS = {
 }
 
 
-@each(("name", "options"), INITIALIZERS.items(), INITIALIZERS)
+@pytest.mark.parametrize(("name", "options"), INITIALIZERS.items(), ids=INITIALIZERS)
 def test_initializers_return_self(name, options):
     p, dense = parameter(), torch.empty(3, 48, 64, dtype=BF16)
     init = getattr(nn.init, name)
@@ -191,8 +195,8 @@ OPTIMIZERS = {
 }
 
 
-@each("loop", ["foreach", "for loop"])
-@each(("optimizer", "options"), OPTIMIZERS)
+@pytest.mark.parametrize("loop", ["foreach", "for loop"])
+@pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers_step_as_on_a_decoded_parameter(optimizer, options, loop):
     p = parameter()
     dense = nn.Parameter(p.dequantize().detach().clone())
@@ -213,7 +217,7 @@ def test_optimizers_step_as_on_a_decoded_parameter(optimizer, options, loop):
     states[0].load_state_dict(states[0].state_dict())
 
 
-@each(
+@pytest.mark.parametrize(
     ("optimizer", "options"),
     [
         *((o, {"fused": True}) for o in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)),
@@ -240,7 +244,7 @@ def test_weight_decay_of_adamw_shrinks_then_updates():
     assert_holds(p, dense * 0.75)
 
 
-@each("foreach", [True, False])
+@pytest.mark.parametrize("foreach", [True, False])
 def test_clipping(foreach):
     p, plain = parameter(), nn.Parameter(torch.randn(4))
     p.grad, plain.grad = weight(), torch.randn(4)
@@ -306,7 +310,7 @@ def test_an_update_that_changes_nothing_warns_in_any_format(fmt):
         w.add_(1e-5)
 
 
-@each("optimizer", TINY)
+@pytest.mark.parametrize("optimizer", TINY.values(), ids=TINY)
 def test_an_optimizer_that_changes_nothing_warns(large, optimizer):
     before = bytes_of(large)
     large.grad = torch.ones_like(large)
@@ -333,7 +337,7 @@ SILENT = {
 }
 
 
-@each("op", SILENT)
+@pytest.mark.parametrize("op", SILENT.values(), ids=SILENT)
 def test_updates_that_do_not_warn(large, op):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")

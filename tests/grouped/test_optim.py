@@ -12,7 +12,7 @@ import grouped
 from cute_kernels import backend
 from cute_kernels.reference.adamw import adamw
 from grouped import optim
-from tests.helpers import BF16, F32, U8, each, each_arch, raises, seeded
+from tests.helpers import BF16, F32, U8, each_arch, seeded_generator
 
 FORMATS = [
     grouped.NVFP4(),
@@ -25,7 +25,7 @@ SHAPE = (3, 80, 64)
 
 
 def draw(seed, *shape):
-    return torch.randn(*(shape or SHAPE), generator=seeded(seed))
+    return torch.randn(*(shape or SHAPE), generator=seeded_generator(seed))
 
 
 def same_bytes(p, q):
@@ -62,8 +62,10 @@ def quantized_like(p, master):
     return q
 
 
-@each("fmt", FORMATS, str)
-@each("options", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.3}], ["", "amsgrad"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.3}], ids=["", "amsgrad"]
+)
 def test_a_step_is_torchs_step_then_quantize(fmt, options):
     pair = make_pair(fmt, lr=3e-2, **options)
     p, _, master, _ = pair
@@ -137,6 +139,7 @@ KERNEL_FORMATS = [
 ]
 
 
+@pytest.mark.emulated
 @each_arch
 @pytest.mark.parametrize("fmt", KERNEL_FORMATS, ids=str)
 def test_a_kernel_is_torchs_cuda_kernel_then_quantize(fmt, arch):
@@ -146,6 +149,7 @@ def test_a_kernel_is_torchs_cuda_kernel_then_quantize(fmt, arch):
         steps.step(steps.p.grad)
 
 
+@pytest.mark.emulated
 @each_arch
 @pytest.mark.parametrize("fmt", KERNEL_FORMATS, ids=str)
 def test_a_kernel_skips_a_step_under_grad_scaler(fmt, arch):
@@ -163,6 +167,7 @@ def test_a_kernel_skips_a_step_under_grad_scaler(fmt, arch):
         scaler.update()
 
 
+@pytest.mark.emulated
 @each_arch
 @pytest.mark.parametrize("fmt", KERNEL_FORMATS, ids=str)
 def test_a_kernel_reads_a_main_grad(fmt, arch):
@@ -175,6 +180,7 @@ def test_a_kernel_reads_a_main_grad(fmt, arch):
     steps.step(grad)
 
 
+@pytest.mark.emulated
 @each_arch
 def test_a_kernel_writes_prepacked_codes(arch):
     steps = KernelSteps(FORMATS[0], arch, is_prepacked=True)
@@ -183,6 +189,7 @@ def test_a_kernel_writes_prepacked_codes(arch):
         steps.step(steps.p.grad)
 
 
+@pytest.mark.compile
 @each_arch
 def test_a_compiled_step_calls_the_kernel(arch):
     steps = KernelSteps(FORMATS[3], arch)
@@ -208,6 +215,7 @@ NO_KERNEL = {
 }
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(("shape", "options", "amsgrad"), NO_KERNEL.values(), ids=NO_KERNEL)
 def test_torch_steps_masters_that_have_no_kernel(shape, options, amsgrad):
     p = nn.Parameter(grouped.quantize(draw(0, *shape), **{"fmt": FORMATS[0]} | options))
@@ -398,7 +406,7 @@ WRITTEN = {
 }
 
 
-@each(("make", "options", "name"), WRITTEN)
+@pytest.mark.parametrize(("make", "options", "name"), WRITTEN.values(), ids=WRITTEN)
 def test_a_step_counts_a_version_of_the_parameter(make, options, name):
     """Otherwise a backward pass would read new values, and cached copies of a weight be stale."""
     p = make(draw(0))
@@ -409,11 +417,11 @@ def test_a_step_counts_a_version_of_the_parameter(make, options, name):
         ours.step()
     assert p._version > version
     if not isinstance(p, grouped.GroupedTensor):
-        with raises(RuntimeError, "modified by an inplace operation"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
 
-@each(("make", "options", "name"), WRITTEN)
+@pytest.mark.parametrize(("make", "options", "name"), WRITTEN.values(), ids=WRITTEN)
 def test_gradients_may_be_strided(make, options, name):
     """Gradients have the dtype of the parameter: a cast would make them contiguous."""
     w, grad = draw(0), draw(1, 3, 64, 80).mT
@@ -429,7 +437,7 @@ def test_gradients_may_be_strided(make, options, name):
         assert torch.equal(p, want)
 
 
-@each("fmt", FORMATS, str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_masters_and_loaded_states_are_copies(fmt):
     """A step writes neither the user's weights nor a saved state."""
     w = draw(0)
@@ -448,7 +456,7 @@ def test_masters_and_loaded_states_are_copies(fmt):
         assert not torch.equal(loaded.state[p][name], t), name
 
 
-@each("plain", [True, False])
+@pytest.mark.parametrize("plain", [True, False])
 def test_parameters_may_be_strided(plain):
     w, grad = draw(0, 3, 64, 80).mT, draw(1)
     p, want = (

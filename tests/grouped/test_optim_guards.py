@@ -2,19 +2,20 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import grouped
 from grouped import MXFP8, optim, quantize
-from tests.helpers import BF16, each, raises, sample, seeded
+from tests.helpers import BF16, sample, seeded_generator
 
 SHAPE = (3, 64, 80)
 
 
 def draw(seed):
-    return torch.randn(SHAPE, generator=seeded(seed))
+    return torch.randn(SHAPE, generator=seeded_generator(seed))
 
 
 def test_masters_are_detached():
@@ -39,7 +40,7 @@ def test_strided_parameters_get_contiguous_masters():
     assert torch.equal(p, want) and not torch.equal(want, draw(0).to(BF16).mT)
 
 
-@each("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
 def test_a_loaded_state_may_be_strided(quantized):
     start = draw(0).mT.contiguous()
     values = [
@@ -92,8 +93,8 @@ def test_masters_of_some_parameters_make_states_of_all():
     assert not any(t.requires_grad for state in states.values() for t in state.values())
 
 
-@each("has_step", [False, True])
-@each("write", ["load_state_dict", "copy_"])
+@pytest.mark.parametrize("has_step", [False, True])
+@pytest.mark.parametrize("write", ["load_state_dict", "copy_"])
 def test_values_written_beside_a_master_raise(write, has_step):
     """A step from the old master would silently restore the old values."""
     w = sample(2, 32, 64)
@@ -115,12 +116,12 @@ def test_values_written_beside_a_master_raise(write, has_step):
     else:
         layer.load_state_dict({"weight": values})
     assert not torch.equal(layer.weight.dequantize(), before)
-    with raises(RuntimeError, "would put the old values back"):
+    with pytest.raises(RuntimeError, match="would put the old values back"):
         step()
     assert torch.equal(layer.weight.dequantize(), values.dequantize())
 
 
-@each("loaded_first", ["optimizer", "module"])
+@pytest.mark.parametrize("loaded_first", ["optimizer", "module"])
 def test_a_resume_loads_module_and_optimizer_in_any_order(loaded_first):
     w, states = sample(2, 32, 64), []
     for _ in range(2):

@@ -17,10 +17,9 @@ from tests.helpers import (
     F32,
     I32,
     dequantize_arguments,
-    each,
     k_grouped_arguments,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
     ops,
     sample,
 )
@@ -52,7 +51,7 @@ RUN_ON = {
     NVFP4(hadamard=True, stochastic_rounding=True): "sm_100a",
     NVFP4(four_over_six=True): "sm_90a",
 }
-OFFS = offsets((4, 0, 2))
+OFFS = offs_from_splits((4, 0, 2))
 K, N = 32, 16
 DTYPES = (*FLOATS.values(), torch.float64, I32, torch.int64)
 #: Formats whose codes are packed, so that their bits can be in another order.
@@ -74,7 +73,8 @@ def combinations():
             if dtype not in allowed or arch == "reference" or dtype == allowed[0]:
                 title = fmt.text if fmt else "plain"
                 name = "-".join((op, title + " prepacked" * prepacked, arch, str(dtype)))
-                yield pytest.param(op, fmt, arch, dtype, prepacked, id=name)
+                marks = () if arch == "reference" else pytest.mark.emulated
+                yield pytest.param(op, fmt, arch, dtype, prepacked, id=name, marks=marks)
 
 
 def given_of(fmt):
@@ -213,7 +213,7 @@ def call(op, fmt, dtype, **options):
         CALLS[op](fmt, dtype, **options)
 
 
-@each(("op", "fmt", "arch", "dtype", "prepacked"), list(combinations()))
+@pytest.mark.parametrize(("op", "fmt", "arch", "dtype", "prepacked"), list(combinations()))
 def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
     facts = {"prepacked": prepacked}
     status = support(op, fmt, arch, dtype=dtype, **facts)
@@ -232,7 +232,7 @@ def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
                 call(op, fmt, dtype, **options)
 
 
-@each("core", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("core", ["sm_90a", "sm_100a"])
 def test_a_reference_that_adds_like_a_tensor_core_takes_what_that_does(core):
     with backend(f"reference:{core}"):
         for fmt, dtype in ((NVFP4(), BF16), (None, F32)):

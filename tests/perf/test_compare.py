@@ -1,9 +1,10 @@
 from dataclasses import replace
 
+import pytest
+
 from perf import committed, compare
 from perf.__main__ import main
 from perf.records import pool_runs, write
-from tests.helpers import each
 
 from .test_records import BASE
 
@@ -25,7 +26,7 @@ def runs(*values, of=TIME, **fields):
     return [replace(of, value=value, **fields) for value in values]
 
 
-@each(
+@pytest.mark.parametrize(
     ("value", "wanted"),
     [(100_000, "same"), (102_000, "same"), (102_001, "worse"), (97_999, "better"), (0, "better")],
 )

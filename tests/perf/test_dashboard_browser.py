@@ -9,7 +9,6 @@ import pytest
 from perf.dashboard.entries import payload
 from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import page
-from tests.helpers import each
 
 from .dashboard_records import CURRENT, RECORDS, all_committed, save_numerics
 
@@ -25,6 +24,7 @@ PLOTS = [f"view={name}" for name in ("tokens", "rooflines", "history", "numerics
 MADE = ("", *PLOTS, CASE, KERNEL, "suite=gemm&contender=torch")
 
 pytestmark = [
+    pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the PATH"),
     # One worker has the browser.
     pytest.mark.xdist_group("chromium"),
@@ -51,7 +51,7 @@ def shown(folder, which, view):
     return re.findall(r"<h1[^>]*>(.*?)</h1>", main), re.sub("<[^>]*>", " ", main), main
 
 
-@each(
+@pytest.mark.parametrize(
     ("which", "view"), [*(("made", v) for v in MADE), *(("committed", v) for v in ("", *PLOTS[:2]))]
 )
 def test_views_are_drawn(folder, which, view):
@@ -78,6 +78,8 @@ def test_views_are_drawn(folder, which, view):
                 assert f'title="{record.value:g} us, {record.commit}"' in main
 
 
-@each(("view", "title"), [("view=numerics", "page"), ("view=case&case=none", "case")])
+@pytest.mark.parametrize(
+    ("view", "title"), [("view=numerics", "page"), ("view=case&case=none", "case")]
+)
 def test_there_is_no_such_view(folder, view, title):
     assert shown(folder, "committed", view)[0] == [f"No such {title}"]

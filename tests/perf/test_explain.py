@@ -12,7 +12,6 @@ from perf.planner.gpus import GPUS
 from perf.planner.work import Counts, Kernel
 from perf.records import RESULTS, load, write
 from perf.suites.layer import recipes
-from tests.helpers import each
 
 H200, B200 = GPUS["H200"], GPUS["B200"]
 SIZES = ["--hidden=256", "--intermediate=128", "--experts=8", "--top-k=2", "--tokens=64"]
@@ -134,7 +133,7 @@ def test_recipes_say_which_sizes_they_do_not_take(capsys):
     assert main(["explain", *SIZES, "--hidden", "40", "--recipe", "NVFP4"]) == 1
 
 
-@each(
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--tokens", "0"], "tokens must be at least 1, got 0"),

@@ -1,10 +1,11 @@
 from dataclasses import replace
 
+import pytest
+
 from perf import readme
 from perf.__main__ import main
 from perf.records import FAILURE
 from perf.tables import Cell, Column, Row, Table
-from tests.helpers import raises
 
 from .test_records import BASE
 
@@ -45,7 +46,7 @@ def test_a_changed_number_is_found(tmp_path, monkeypatch, capsys):
 
 
 def test_a_table_without_markers_is_refused():
-    with raises(ValueError, "gemm-h200"):
+    with pytest.raises(ValueError, match="gemm-h200"):
         readme.replace_tables("no tables", [])
 
 
@@ -69,7 +70,7 @@ def test_the_newest_record_counts_and_other_runs_are_marked():
 
 def test_kinds_never_mix():
     any_kind = replace(TABLE, conditions={"suite": "gemm"})
-    with raises(ValueError, "mixes cpu and gpu"):
+    with pytest.raises(ValueError, match="mixes cpu and gpu"):
         readme.render(any_kind, [RECORD, changed(kind="cpu", contender="torch")])
 
 

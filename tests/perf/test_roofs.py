@@ -1,6 +1,8 @@
 import unittest.mock
 from dataclasses import replace
 
+import pytest
+
 from perf.__main__ import main
 from perf.contender import Contender, Task
 from perf.dashboard.entries import roofs_of
@@ -10,7 +12,6 @@ from perf.records import FAILURE, RESULTS, load, write
 from perf.roofs import PUBLISHED, published, why_impossible
 from perf.run import Report, Selection, measure_task, print_report
 from perf.traffic import layer_work
-from tests.helpers import each, raises
 
 from .test_records import BASE
 
@@ -81,7 +82,7 @@ def test_l2_may_hold_what_a_pass_writes_and_reads_again():
     )
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "gpu", "most"),
     [
         ("bfloat16", "NVIDIA H200", 989),
@@ -140,7 +141,7 @@ def test_bytes_of_the_case_would_be_refused():
         )
 
 
-@each("who", ["ours", "torch"])
+@pytest.mark.parametrize("who", ["ours", "torch"])
 def test_an_impossible_record_is_not_kept(who, capsys):
     """Neither are the others of the contender; what else was measured is."""
     report = Report()
@@ -174,7 +175,9 @@ def test_an_impossible_record_is_not_kept(who, capsys):
 def test_an_impossible_record_is_not_loaded(tmp_path, capsys):
     path = tmp_path / "r.jsonl"
     write(path, [PRODUCT, replace(PRODUCT, bytes=510 * MB)])
-    with raises(ValueError, "r.jsonl: gemm .*: ours .* time 100 us: its bytes take 5.1 TB/s"):
+    with pytest.raises(
+        ValueError, match="r.jsonl: gemm .*: ours .* time 100 us: its bytes take 5.1 TB/s"
+    ):
         load(path)
     for command in (["dashboard", "--out", str(tmp_path / "page.html")], ["compare", str(path)]):
         assert main([*command, str(path)]) == 2

@@ -22,7 +22,7 @@ from perf.run import Report, Selection, measure_suite, measure_task
 from perf.suites import gemm, layer, moe
 from perf.suites.base import Options, element_bytes
 from perf.suites.quantize import Input, Quantization
-from tests.helpers import each, has_compiler
+from tests.helpers import has_compiler
 
 CPU = torch.device("cpu")
 SHAPE = GroupedShape("small", "up", 3, 64, 32)
@@ -106,7 +106,7 @@ def test_contenders_are_chosen_by_name_and_format():
     assert task.matches("rows=1$") and not task.matches("rows=2")
 
 
-@each("product", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("product", ["fprop", "dgrad", "wgrad"])
 def test_products_are_checked_against_fp32(product):
     """A result that is right passes, and one with a group, a row or a scale wrong does not."""
     work = Operands(SHAPE, 40, product, "17 0 23", CPU, seed=1)
@@ -179,7 +179,7 @@ def test_gemm_on_the_reference():
             assert moved["ours, accumulating"] - moved["ours"] == 6 * 3 * 64 * 32
 
 
-@each(
+@pytest.mark.parametrize(
     "work",
     [
         (layer.LayerWork, "mlp", layer._TINY, 20, "7 0 6 7"),
@@ -197,7 +197,7 @@ def test_layers_are_compared_with_fp32(work):
         assert work.error(wrong) == pytest.approx(0.1, rel=1e-3)
 
 
-@each(
+@pytest.mark.parametrize(
     "case",
     [
         "=tiny .*=zipf pass=forward.backward$",
@@ -224,7 +224,7 @@ def test_mixtures_on_the_reference(case):
         }
 
 
-@each("name", ["host", "memory"])
+@pytest.mark.parametrize("name", ["host", "memory"])
 def test_suites_without_a_gpu(name):
     records = []
     report = measure_suite(name, Options(quick=True), Selection(), records.extend)
@@ -255,6 +255,7 @@ def test_a_count_needs_the_emulator():
         count(lambda: None)
 
 
+@pytest.mark.emulated
 @pytest.mark.skipif(not has_compiler(), reason="the emulator needs g++")
 def test_counts_are_the_committed_ones():
     assert main(["run", "counts", "--check", "--no-peers", "--filter", "op=(amax|dbias)"]) == 0

@@ -1,7 +1,8 @@
+import pytest
+
 import cute_kernels
 from cute_kernels.kernels.gemm.sm90.config import SM90_TILES
 from perf import sanitize
-from tests.helpers import each
 
 #: Which argument of an op of a part is a format.
 OPS = {
@@ -11,7 +12,7 @@ OPS = {
 }
 
 
-@each("part", [*OPS])
+@pytest.mark.parametrize("part", [*OPS])
 def test_parts_run(monkeypatch, capsys, part):
     name, position = OPS[part]
     op, called = getattr(sanitize.ops, name), set()
@@ -35,6 +36,7 @@ def test_parts_run(monkeypatch, capsys, part):
     assert called == set(wanted[part])
 
 
+@pytest.mark.emulated
 def test_mixtures_take_steps(monkeypatch, capsys):
     """Each in the recipes that are chosen; what a backend has no kernels for is said, and the
     others go on.

@@ -13,7 +13,6 @@ from perf.records import RESULTS, SCHEMA, load, read, write
 from perf.suites import layer, moe
 from perf.suites.base import Options, element_bytes
 from perf.traffic import _routed, layer_work, work_of
-from tests.helpers import each, raises
 
 from .test_records import BASE
 
@@ -89,7 +88,7 @@ def test_a_mixture_reads_the_experts_that_tokens_chose():
     assert alone == pytest.approx(2 * 64 * HIDDEN + 2 * 128 * HIDDEN + 2 * filled * (UP + DOWN))
 
 
-@each("routing", ["random", "zipf"])
+@pytest.mark.parametrize("routing", ["random", "zipf"])
 def test_experts_that_have_rows_are_about_those_of_a_router(routing):
     shape = moe.MoEShape("m", 128, 256, 32, 4)
     work = moe.MoEWork("moe", shape, 64, routing, FORWARD, torch.device("cpu"))
@@ -98,7 +97,7 @@ def test_experts_that_have_rows_are_about_those_of_a_router(routing):
     assert _routed(work.case, 0)[2] == pytest.approx(chosen, rel=0.1)
 
 
-@each("suite", [layer.SUITE, moe.SUITE], ["layer", "moe"])
+@pytest.mark.parametrize("suite", [layer.SUITE, moe.SUITE], ids=["layer", "moe"])
 def test_contenders_have_the_work_that_their_records_say(suite):
     peers = [peer for peer in all_peers({}) if not peer.missing(METER)]
     tasks = list(suite.tasks(METER, Options(peers=peers)))
@@ -122,7 +121,7 @@ def test_contenders_have_the_work_that_their_records_say(suite):
 def test_other_records_keep_their_work():
     assert work_of(vars(BASE)) is None
     assert work_of({"suite": "counts", "case": {"op": "amax"}}) is None
-    with raises(ValueError, "recipe must be one of BF16, .*FP8 rowwise, .*got 'INT8'"):
+    with pytest.raises(ValueError, match="recipe must be one of BF16, .*FP8 rowwise, .*got 'INT8'"):
         layer_work({**CASE, "pass": FORWARD}, "ours", "INT8")
 
 
@@ -155,7 +154,7 @@ def test_work_of_older_records_is_that_of_the_contender(tmp_path):
     assert [found.bytes for found in others] == [1e12] * 2
     del rows[0]["what"]
     path.write_text(json.dumps(rows[0]))
-    with raises(ValueError, "line 1"):
+    with pytest.raises(ValueError, match="line 1"):
         read(path)
 
 

@@ -313,7 +313,7 @@ class MGrouped(GroupedGemm):
             level = b.global_scale_for(columnwise=self.transpose_b)
             if level is not None and level.per == "row":
                 raise ValueError(
-                    f"b_format must have one second-level scale a group, got {self.b_format!r}"
+                    f"b_format must have one global scale per group, got {self.b_format!r}"
                 )
             shape = (depth, self.cols) if self.transpose_b else (self.cols, depth)
             copy = (self.b, self.b_scales or [])

@@ -10,11 +10,12 @@ scales of rows those of squares.
 import dataclasses
 from typing import Literal
 
-from cute_kernels.capability import UnsupportedError, refuses
+from cute_kernels.capability import why_unsupported
 from cute_kernels.device.constants import DTYPE_BYTES
 from cute_kernels.formats import FP8, MXFP8, NVFP4, BlockScale, Format, FP8Block
 from cute_kernels.formats.base import FP8_ELEMENTS
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
+from cute_kernels.records import UnsupportedError
 
 #: Bytes of K that one instruction contracts.
 _INSTRUCTION_BYTES = 32
@@ -79,7 +80,7 @@ class OperandKind:
     fmt: Format | None = None
 
     def __post_init__(self) -> None:
-        if self.fmt is not None and (reason := refuses(self.fmt)):
+        if self.fmt is not None and (reason := why_unsupported(self.fmt)):
             raise UnsupportedError(
                 f"no grouped GEMM kernel multiplies operands of {self.name}: {reason}"
             )
