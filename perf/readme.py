@@ -39,8 +39,9 @@ _MARKS = ("", "¹", "²", "³", "⁴", "⁵", "⁶", "⁷", "⁸", "⁹")
 
 def _run_of(record: Record) -> tuple[str, str]:
     """Return commit and day of a record's run."""
-    commit = record.commit.removesuffix("-dirty")[:7] or "an unknown commit"
-    return commit + ", noted" * (record.origin == "noted"), record.time[:10]
+    commit = record.commit.removesuffix("-dirty")[:7]
+    text = f"commit {commit}" if commit else "unknown commit"
+    return text + ", from notes" * (record.origin == "noted"), record.time[:10]
 
 
 class _Renderer:
@@ -112,8 +113,8 @@ class _Renderer:
             ]
             if any(texts):
                 lines.append(f"| {' | '.join((*row.titles, *texts))} |")
-        named = (f"{mark}{commit} ({day})" for (commit, day), mark in marks.items())
-        return lines, f"Records of {'; '.join(named)}."
+        legend = (f"{mark}{day} ({commit})" for (commit, day), mark in marks.items())
+        return lines, f"Measured {'; '.join(legend)}."
 
 
 def _origin(used: Sequence[Record]) -> list[str]:
@@ -137,7 +138,7 @@ def _statistics(used: Sequence[Record]) -> list[str]:
     with_spread = [record for record in used if record.spread is not None]
     relative = [50 * r.spread / abs(r.value) for r in with_spread if r.spread and r.value]
     if relative:
-        sentences.append(f"± is half of largest minus smallest, at most {max(relative):.1f} %.")
+        sentences.append(f"± is half of the range of the repeats, at most {max(relative):.1f} %.")
     if len(with_spread) < len(used):
         sentences.append(f"The spread of {'some' if with_spread else 'these'} records is unknown.")
     return sentences

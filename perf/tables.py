@@ -374,7 +374,7 @@ def _mixtures(
                 has_zipf = tokens == 4096 and not model.startswith("Mix")
                 for routing in ("random", "zipf") if has_zipf else ("random",):
                     titles = (
-                        f"{model}, as it is" if scope else model,
+                        f"{model}, all options" if scope else model,
                         f"{tokens}, Zipf" if routing == "zipf" else str(tokens),
                     )
                     conditions = {

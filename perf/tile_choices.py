@@ -203,7 +203,9 @@ def _layer(record: Record, meter: Meter) -> tuple[Case, Run]:
     text += ", cached weights" * is_cached + ", recompute" * recompute
 
     def run() -> None:
-        work(layer, shape, rows, "random", case["pass"], meter.device).package_step(recipe, is_cached).run()
+        work(layer, shape, rows, "random", case["pass"], meter.device).package_step(
+            recipe, is_cached
+        ).run()
 
     return (text, rows), run
 
