@@ -10,8 +10,8 @@ import hypothesis
 import pytest
 import torch
 
+import ptx_emulator
 from cute_kernels.capability import UnsupportedError
-from ptx_emulator import BuildError
 from tests.helpers import has_compiler
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
@@ -37,7 +37,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", inductor_cache())
 torch.set_num_threads(1)
 
 
-def _required_markers(item):
+def _implied_markers(item):
     """Yield the markers that a test's folder, fixtures and parameters imply."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     names_emulator = any(
@@ -47,7 +47,9 @@ def _required_markers(item):
     is_kernel_test = Path(__file__).with_name("kernels") in item.path.parents
     if names_emulator or "engine" in item.fixturenames or (is_kernel_test and not runs_on_gpu):
         yield "emulated"
-    if "fresh_dynamo" in item.fixturenames:
+    if parameters.get("compiled") in (True, "inside", "outside"):
+        yield "compile"
+    if parameters.get("mode") == "compiled":
         yield "compile"
     if runs_on_gpu:
         yield "gpu"
@@ -57,13 +59,31 @@ def _required_markers(item):
 def pytest_collection_modifyitems(items):
     """Mark the tests whose folder, fixtures or parameters tell what they need."""
     for item in items:
-        for name in _required_markers(item):
+        for name in _implied_markers(item):
             item.add_marker(name)
 
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+def _emulated_instructions():
+    """Return the number of instructions that the emulator has run since ``reset_stats``."""
+    is_loaded = ptx_emulator.engine.library.cache_info().currsize > 0
+    return ptx_emulator.stats()["warp_insns"] if is_loaded else 0
+
+
+@pytest.fixture(autouse=True)
+def check_emulated_marker(request):
+    """Fail a test that launches kernels on the emulator without the marker ``emulated``."""
+    if request.node.get_closest_marker("emulated") is not None:
+        yield
+        return
+    if _emulated_instructions():
+        ptx_emulator.reset_stats()
+    yield
+    assert not _emulated_instructions(), "runs on the emulator: needs pytest.mark.emulated"
 
 
 @pytest.fixture
@@ -86,7 +106,7 @@ def pytest_runtest_call(item):
     """Skip tests that need the emulator without a compiler, or the CuTe DSL without it."""
     try:
         return (yield)
-    except BuildError as error:
+    except ptx_emulator.BuildError as error:
         if has_compiler():
             raise
         pytest.skip(str(error))

@@ -33,7 +33,7 @@ from .cases import (
 
 K, N = 64, 48
 TOKENS = (40, 130, 7)
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def compiled(function):

@@ -590,6 +590,7 @@ def test_an_overflow_does_not_change_later_scales():
         assert (layer.scaling.scale("grad_output")[0] > 0) == propagate
 
 
+@pytest.mark.compile
 def test_a_compiled_new_layer_has_the_bits_of_eager_mode():
     layer, compiled = make_layer(), make_layer()
     function = compile_full_graph(compiled)

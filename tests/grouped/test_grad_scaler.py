@@ -127,6 +127,7 @@ def test_a_gradient_that_is_added_to_is_not_finite(name):
     )
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("name", ["nvfp4", "fp8-block", "fp8", "delayed"])
 def test_compiled(name):
     for kind in (linear, mlp):
@@ -137,6 +138,7 @@ def test_compiled(name):
             assert not scaled_step(module, *tensors(value, place), function)[0]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -151,6 +153,7 @@ def test_on_kernels(name, backend):
             assert not scaled_step(module, *tensors(value, place))[0]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("name", "backend"), [("fp8-block", "emulated:sm_90a"), ("delayed", "emulated:sm_100a")]
 )

@@ -318,6 +318,7 @@ def test_plain_operands(dtype):
         assert w["snr_db"][0] == pytest.approx(20 * math.log10((1 + 2**-9) * 2**9))
 
 
+@pytest.mark.compile
 def test_compiled_layers(fresh_dynamo):
     layer, (x, dy) = make_layer(recipes.NVFP4()), operands()
     function = torch.compile(layer, backend="aot_eager")

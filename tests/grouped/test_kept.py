@@ -206,6 +206,7 @@ def test_copies_have_their_own(copied, first):
         assert not torch.equal(other(x, ENDS), layer(x, ENDS))
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("first", [None, True, False])
 def test_compiled_calls_see_every_change(first, fresh_dynamo):
     layer, x, offs = layer_of().eval(), sample(40, K), offs_tensor(*ENDS)

@@ -446,6 +446,7 @@ def test_detect_nonfinite_names_the_layer_of_a_mixture():
 COMPILED_RECIPES = {"bf16": recipes.BF16(), "row-scaled": ALL_RECIPES["row-scaled"]} | DELAYED
 
 
+@pytest.mark.compile
 @needs_compiler
 @pytest.mark.parametrize(
     "recipe",

@@ -283,6 +283,7 @@ def test_detection_of_the_layers_of_a_model():
     assert detector.report() == {"GroupedLinear": ("input",)}
 
 
+@pytest.mark.compile
 def test_a_compiled_layer_needs_the_model():
     layer = GroupedLinear(3, K, N, recipe=RECIPES["nvfp4"])
     function = torch.compile(layer, fullgraph=True, backend="eager")

@@ -164,6 +164,8 @@ def test_tensors_of_offs_on_a_cpu_are_checked_as_lists_are(call, backend):
             call(good)
 
 
+@pytest.mark.compile
+@pytest.mark.emulated
 def test_compiled_and_replayed_calls_check_offs():
     run = compile_full_graph(lambda x, offs: grouped.linear(x, WEIGHT, None, offs, RECIPE))
     run(X, offs_tensor(7, 7, 33))

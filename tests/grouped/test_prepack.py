@@ -110,6 +110,7 @@ def test_only_weights_can_be_prepacked():
         grouped.quantize(sample(3, N, K), FORMATS["row-scaled"]).prepack()
 
 
+@pytest.mark.emulated
 def test_other_architectures_say_so():
     a = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
     with (

@@ -159,6 +159,7 @@ def test_out_is_written():
             quantize(given, shapes=shapes, out=q)
 
 
+@pytest.mark.compile
 def test_compiled_quantize_of_every_capacity(fresh_dynamo):
     graphs = GraphRecorder()
 
@@ -176,6 +177,7 @@ def test_compiled_quantize_of_every_capacity(fresh_dynamo):
     assert len(graphs) == 1
 
 
+@pytest.mark.compile
 def test_each_shapes_have_a_graph_of_their_own(fresh_dynamo):
     graphs = GraphRecorder()
 
@@ -233,6 +235,7 @@ def test_rules_that_are_broken(message):
         grouped.quantize(arguments.pop("x"), NVFP4, **arguments)
 
 
+@pytest.mark.compile
 def test_shapes_on_a_tensor_cannot_be_traced(fresh_dynamo):
     step = torch.compile(
         lambda x, s: grouped.quantize(x, NVFP4, shapes=s), fullgraph=True, backend=GraphRecorder()

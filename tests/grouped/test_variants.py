@@ -106,6 +106,7 @@ def test_gradients_follow_the_generator():
     assert not torch.equal(first[1], other[1]) and not torch.equal(first[2], other[2])
 
 
+@pytest.mark.compile
 def test_a_compiled_layer_draws_anew():
     layer = GroupedLinear(2, 64, 48, recipe=ROLES)
     compiled = compile_full_graph(layer, dynamic=True)

@@ -104,6 +104,7 @@ def test_inference_tensors_have_no_version():
                 write(w)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 def test_compiled(recipe):
     layer = frozen_layer(recipe)

@@ -350,6 +350,7 @@ OPTIONS = ({"fuse_wgrad_accumulation": True}, {"delay_wgrad": True})
 OPTION_NAMES = ("fused", "delayed")
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("options", OPTIONS, ids=OPTION_NAMES)
 def test_compiled_layers_break_the_graph(options, x, dy, fresh_dynamo):
     recipe, offs = NVFP4, torch.tensor(ENDS)
@@ -365,6 +366,7 @@ def test_compiled_layers_break_the_graph(options, x, dy, fresh_dynamo):
     assert_same_bytes(main_grads(layer), main_grads(eager))
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("options", OPTIONS, ids=OPTION_NAMES)
 def test_one_graph_exports_and_transforms_raise(options, x, fresh_dynamo):
     layer, offs = make_layer(NVFP4, **options), torch.tensor(ENDS)
@@ -379,6 +381,7 @@ def test_one_graph_exports_and_transforms_raise(options, x, fresh_dynamo):
         torch.func.grad(lambda x: layer(x, offs).sum())(x)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("options", OPTIONS, ids=OPTION_NAMES)
 def test_one_graph_without_gradients_of_parameters(options, x, dy, fresh_dynamo):
     layer, offs = make_layer(NVFP4, **options), torch.tensor(ENDS)

@@ -14,6 +14,8 @@ from tests.helpers import I32, seeded_generator
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+pytestmark = pytest.mark.gpu
+
 CUDA = torch.device("cuda")
 ARCH = cute_kernels.active_backend(CUDA).arch
 FEATURES, ROWS = 256, 104
@@ -134,6 +136,7 @@ def test_two_streams(recipe):
             assert_same(got, want)
 
 
+@pytest.mark.compile
 def test_compiled_step():
     layer, offs = make_layer(grouped.recipes.NVFP4RowScaled), ends(SPLITS[0])
     want = step(layer, make_input(), offs)

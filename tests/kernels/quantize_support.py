@@ -147,7 +147,7 @@ def quantize(config, problem, given=None):
     if not is_tiles:
         launch(config, *problem.inputs, amax, out["codes"], out.get("scales"), *results)
         return out
-    group = amax if amax_t is None or config.has_own_columns else amax_t
+    group = amax if amax_t is None or config.has_column_amax else amax_t
     if group is amax_t and amax is not None and not config.uses_row_amax:
         out["amax"] = group
     levels = (
@@ -155,7 +155,7 @@ def quantize(config, problem, given=None):
         (problem.scales(fmt) if fmt.has_given_scale else group) if config.uses_group_amax else None,
     )
     copies = map(out.get, ("codes", "scales", "codes_t", "scales_t"))
-    own = (amax if fmt.has_given_scale else None, amax_t if config.has_own_columns else None)
+    own = (amax if fmt.has_given_scale else None, amax_t if config.has_column_amax else None)
     seed = SEED if fmt.is_stochastic else None
     launch(config, *problem.inputs, *levels, *copies, *results, *own, seed, None, None)
     return out

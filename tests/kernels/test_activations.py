@@ -8,7 +8,8 @@ import torch
 from cute_kernels import backend
 from cute_kernels.formats import parse
 from cute_kernels.formats.activations import parse_activation
-from cute_kernels.kernels.quantize.config import Prologue, QuantizeProblem, RowsConfig, TileConfig
+from cute_kernels.kernels.quantize.choose import choose_row_config, choose_tile_config
+from cute_kernels.kernels.quantize.config import Prologue, QuantizeProblem
 from cute_kernels.reference.activations import activate, activate_gradient
 from tests.helpers import (
     BF16,
@@ -184,6 +185,6 @@ def test_code():
     """Exact arithmetic and no spills; approximate reciprocals are rounded afterwards."""
     problem = QuantizeProblem("bfloat16", 256, "ragged", Prologue("bfloat16", "swiglu"))
     for arch, text in itertools.product(ARCHITECTURES, ("nvfp4", "mxfp8")):
-        tiles = TileConfig.choose(parse(text), problem, arch, columnwise=True, compute_amax=True)
-        for config in (tiles, RowsConfig.choose(parse(text), problem, arch)):
+        tiles = choose_tile_config(parse(text), problem, arch, columnwise=True, compute_amax=True)
+        for config in (tiles, choose_row_config(parse(text), problem, arch)):
             check_code(config, arch, r"(?<!rcp)\.approx|(?<!rcp\.approx)\.ftz")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cute_kernels.formats import FP8, MXFP8, FP8Block, parse
+from cute_kernels.kernels.quantize.choose import choose_row_config
 from cute_kernels.kernels.quantize.config import QuantizeProblem, RowsConfig, TileConfig
 from tests.helpers import (
     BF16,
@@ -191,7 +192,7 @@ def test_code(arch, text, directions):
 @each_arch
 def test_code_of_rows(arch, text):
     fmt = parse(text)
-    config = RowsConfig.choose(fmt, QuantizeProblem("bfloat16", 4096), arch)
+    config = choose_row_config(fmt, QuantizeProblem("bfloat16", 4096), arch)
     assert f"cvt.rn.satfinite.{fmt.element.name}x2.f32" in check_code(config, arch)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from cute_kernels import backend
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
+from cute_kernels.kernels.quantize.choose import choose_dequantize_config
 from cute_kernels.kernels.quantize.config import DequantizeConfig
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.ops.checks import unchecked_end_rows
@@ -200,7 +201,7 @@ def test_any_offsets_and_grid(kind):
 @each_kind
 def test_code(kind):
     text, columnwise = KINDS[kind]
-    config = DequantizeConfig.choose(parse(text), "bfloat16", "ragged", columnwise)
+    config = choose_dequantize_config(parse(text), "bfloat16", "ragged", columnwise)
     assert pickle.loads(pickle.dumps(config)) == config
     # An FMA may be a quarter, which ptxas cannot make part of the product before it.
     check_code(config, "sm_90a", r"\.ftz|\.approx|\bfma\.(?!.*0f3E800000, zero)")

@@ -12,6 +12,7 @@ import torch
 import ptx_emulator as emulator
 from cute_kernels import backend
 from cute_kernels.formats import NVFP4, parse
+from cute_kernels.kernels.quantize.choose import choose_dequantize_config
 from cute_kernels.kernels.quantize.config import (
     AmaxConfig,
     DbiasConfig,
@@ -250,7 +251,7 @@ def test_dequantize(name, direction, uniform):
     if uniform:
         out, offs = out.view(groups, 128, cols), None
         big_codes = big_codes if columnwise else big_codes.unflatten(0, (groups, 128))
-    config = DequantizeConfig.choose(
+    config = choose_dequantize_config(
         fmt, "bfloat16", "uniform" if uniform else "ragged", columnwise
     )
     parts = ceil_div(cols, 64) if columnwise else 4 * ceil_div(cols, 256)

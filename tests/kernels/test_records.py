@@ -27,6 +27,7 @@ from cute_kernels.formats import (
     FP8Block,
 )
 from cute_kernels.kernels.gemm.common.operand_kinds import OperandKind, operand_of
+from cute_kernels.kernels.quantize.choose import choose_row_config, choose_tile_config
 from cute_kernels.kernels.quantize.config import (
     DequantizeConfig,
     QuantizeProblem,
@@ -125,9 +126,9 @@ def test_kernels_give_the_bytes_of_the_reference_or_say_why_not(
         ragged(200, 288, offs_tensor(0, 0, 65, 65, 190, 198), dtype),
         QuantizeProblem(dtype, 288),
     )
-    check(TileConfig.choose(record, asks, arch, columnwise=True, compute_amax=True), problem)
+    check(choose_tile_config(record, asks, arch, columnwise=True, compute_amax=True), problem)
     if not record.is_2d:
-        check(RowsConfig.choose(record, asks, arch), problem)
+        check(choose_row_config(record, asks, arch), problem)
     made = expected(problem, record, True, True)
     for way in (False, True):
         codes, *rest = (made[name] for name in record.operand_names(way))

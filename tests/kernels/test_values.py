@@ -5,6 +5,7 @@ import ptx_emulator as emulator
 from cute_kernels import backend
 from cute_kernels.formats import NVFP4
 from cute_kernels.kernels.gemm.sm90.fp4.config import ExpandConfig
+from cute_kernels.kernels.quantize.choose import choose_row_config
 from cute_kernels.kernels.quantize.config import QuantizeProblem, ValuesConfig
 from tests.helpers import (
     DTYPES,
@@ -36,7 +37,7 @@ SHAPES = {
 
 def values(x, offs, amax, row_scaled):
     problem = QuantizeProblem(str(x.dtype).removeprefix("torch."), x.shape[1])
-    config = ValuesConfig.choose(NVFP4(row_scaled=row_scaled), problem, "sm_90a")
+    config = choose_row_config(NVFP4(row_scaled=row_scaled), problem, "sm_90a", ValuesConfig)
     assert config.can_implement(problem)
     out = torch.full((len(x), -(-x.shape[1] // 128) * 128), torch.nan, dtype=F16, device=x.device)
     compiled(config, "sm_90a", x.device.type)(x, None, offs, amax, out, None, None, None, NUM_SMS)

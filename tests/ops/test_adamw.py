@@ -55,6 +55,7 @@ def result(given, name="reference", **options):
     return [*held[:3], *out]
 
 
+@pytest.mark.emulated
 @each_arch
 @pytest.mark.parametrize("text", [*GRADIENTS])
 def test_kernels_have_the_bits_of_the_reference(text, arch):
@@ -91,6 +92,7 @@ def test_the_reference_rounds_as_stated():
         assert new == [p, m, v]
 
 
+@pytest.mark.emulated
 @each_arch
 def test_code(arch):
     for config in kernel_specs(arch):

@@ -243,7 +243,12 @@ def test_operands_without_a_tangent_pass_in_a_dual_level():
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, op in vars(cute_kernels.ops).items() if callable(op)]
+    "name",
+    [
+        name
+        for name, op in vars(cute_kernels.ops).items()
+        if callable(op) and not isinstance(op, type)
+    ],
 )
 def test_every_form_is_documented(name):
     text = getattr(ops, name).__doc__

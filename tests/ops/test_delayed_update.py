@@ -124,6 +124,7 @@ def test_errors(change, error, match):
     assert history.equal(before)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @each_arch
 def test_kernels(arch, algorithm):
@@ -153,6 +154,7 @@ def test_kernels(arch, algorithm):
         grouped.delayed_scaling_update(torch.zeros(4, 0), torch.zeros(0), E4M3)
 
 
+@pytest.mark.compile
 def test_compiled():
     def update(history, scale, amax):
         history[0] = torch.maximum(history[0], amax)

@@ -190,6 +190,7 @@ def test_quantizing_into_a_tensor_takes_the_scale_that_is_given():
         grouped.quantize(x, E4M3, offs=offs, columnwise=True, out=q)
 
 
+@pytest.mark.compile
 def test_it_is_saved_compiled_and_read_by_members():
     x, scale = sample(40, 64), torch.tensor([2.0, 3.0])
     q = grouped.quantize(x, E4M3, offs=[10, 40], scale=scale, columnwise=True)

@@ -138,6 +138,7 @@ MODES = {
 }
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("case", "mode"),
     [(case, mode) for case in CASES for mode in ({}, *MODES.get(case, ()))],
@@ -169,6 +170,7 @@ SM100_CASES = {
 SM100_MODES = ({}, {"races": True}, *({"mode": "chaos", "seed": seed} for seed in range(3)))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", SM100_CASES.values(), ids=SM100_CASES)
 def test_sm100(case):
     op, tile, (arguments, rows) = case
@@ -177,6 +179,7 @@ def test_sm100(case):
             check(op, arguments, rows, "sm_100a", name="emulated:sm_100a", **mode)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_every_architecture(arch, monkeypatch):
     """By the choice of a tile; strided operands, and rows that are gathered first."""
@@ -210,6 +213,7 @@ W4A16_CASES = {
 }
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("case", "dtype"), [*((case, BF16) for case in W4A16_CASES), ("uneven", F16)]
 )

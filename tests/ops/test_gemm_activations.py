@@ -146,6 +146,7 @@ ALL = [
 ]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(("i", "arch", "args", "tile", "options"), ALL)
 def test_kernels(i, arch, args, tile, options):
     mode = MODES[i % len(MODES)]
@@ -324,6 +325,7 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("arch", "case"),
     [(name.split(",")[0], case) for name, case in QUANTIZED.items()],
@@ -377,6 +379,7 @@ def test_every_activation(activation):
         assert_all_same(ops.m_grouped_gemm_activate(*given), expected("", given))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("tile", "mode"),
     [("256x16 swapped", {"races": True}), ("256x160 swapped fitted", {"mode": "chaos", "seed": 1})],
@@ -391,6 +394,7 @@ def test_rows_by_an_index(tile, mode):
         )
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("index", [None, index_of(20, 15).clamp(0, 19)], ids=["rows", "index"])
 def test_rows_are_quantized_on_the_way(index, arch):
@@ -430,6 +434,7 @@ def test_rows_are_quantized_on_the_way(index, arch):
             )
 
 
+@pytest.mark.emulated
 def test_nothing_to_do():
     for sizes, n in (((0, 0), 16), ((3, 0), 0)):
         given = arguments("plain plain", n, 16, "swiglu", sizes=sizes)
@@ -476,6 +481,7 @@ def test_refuses(change, message):
         refused(change)
 
 
+@pytest.mark.emulated
 def test_what_no_kernel_takes_says_so():
     pytest.importorskip("cutlass")
     cases = [

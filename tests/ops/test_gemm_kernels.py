@@ -52,6 +52,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", [*PRODUCTS])
 def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
     arguments = PRODUCTS[case]()
@@ -63,6 +64,7 @@ def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
     assert_same_bytes(got, want)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
 @pytest.mark.parametrize(
     ("arch", "text"),
@@ -110,6 +112,7 @@ def test_what_the_kernels_refuse_says_why():
             ops.m_grouped_gemm(x.bfloat16(), w.bfloat16(), offs_from_splits((4,)))
 
 
+@pytest.mark.emulated
 def test_a_forced_tile_is_used_and_gives_the_same_bits(monkeypatch):
     used = []
 

@@ -287,6 +287,7 @@ def written():
     yield out
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_outputs_that_kernels_cannot_write_keep_the_rest(arch):
     with backend(f"reference:{arch}"):

@@ -239,6 +239,7 @@ def test_other_shapes_are_another_plan():
         call(shapes=[4, 24, 4, 32])
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("arch", "text", "act"),
     [

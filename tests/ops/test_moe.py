@@ -63,6 +63,7 @@ def test_routing(tokens, top_k, experts, dtype):
     assert_all_same(ops.compute_routing(ids, experts), loop(ids, experts))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("dtype", [I32, torch.int64])
 @each_arch
 def test_routing_kernels(arch, dtype, monkeypatch):
@@ -81,6 +82,7 @@ def test_routing_kernels(arch, dtype, monkeypatch):
     clear_plan_cache()
 
 
+@pytest.mark.emulated
 def test_extremes_of_int64_are_no_experts():
     info = torch.iinfo(torch.int64)
     ids = torch.tensor([[info.min, info.max], [2**32, 1], [-(2**32), 0]])
@@ -123,6 +125,7 @@ def routed(case, tokens=7):
     return [*out, ops.moe_route_gradient(*given), ops.moe_route_gradient(*given, True)]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", ROUTERS)
 def test_router_kernels(case):
     want, at = routed(case), ROUTERS.index(case)
@@ -195,6 +198,7 @@ def test_gradients_of_a_sum_with_pairs_that_are_absent(given):
                 ]
 
 
+@pytest.mark.emulated
 @each_arch
 def test_gather_and_combine_kernels(arch, monkeypatch):
     """Loads of every width, more experts a token than loads at a time, strips and parts of one."""
@@ -285,6 +289,7 @@ def test_activations(name, dtype, cols, interleaved):
     assert_same_bytes(leaf.grad, plain)
 
 
+@pytest.mark.emulated
 @each_activation
 @each_arch
 def test_activation_kernels(arch, name, dtype, cols, interleaved):
@@ -344,6 +349,7 @@ QUANTIZED = [
 ]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", QUANTIZED)
 @each_arch
 def test_gradients_are_quantized_where_they_are_made(arch, case, monkeypatch):
@@ -408,7 +414,10 @@ GATHERED = [
 
 
 @pytest.mark.parametrize(("text", "way", "act"), GATHERED)
-@pytest.mark.parametrize("arch", ("reference", *ARCHITECTURES))
+@pytest.mark.parametrize(
+    "arch",
+    ("reference", *(pytest.param(a, marks=pytest.mark.emulated) for a in ARCHITECTURES)),
+)
 def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
     """The bits of gathering first, by kernels over poison; in a GEMM, too."""
     x, _, _, _, _ = operands(50, 320 if act else 160, dtype=BF16)
@@ -463,6 +472,7 @@ TILES_OF_ROWS = [
 ]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", TILES_OF_ROWS)
 @each_arch
 def test_tiles_of_rows_by_an_index(arch, case):
@@ -505,6 +515,7 @@ BY_TOKEN = [
 ]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", BY_TOKEN)
 @each_arch
 def test_tokens_are_read_once(arch, case):

@@ -402,6 +402,7 @@ def test_out_form_takes_any_pitch():
         assert_same_bytes(codes[:13], want[0][:13])
 
 
+@pytest.mark.compile
 def test_compile_once_for_all_sizes_and_offsets():
     graphs = GraphRecorder()
 

@@ -73,7 +73,8 @@ def combinations():
             if dtype not in allowed or arch == "reference" or dtype == allowed[0]:
                 title = fmt.text if fmt else "plain"
                 name = "-".join((op, title + " prepacked" * prepacked, arch, str(dtype)))
-                yield pytest.param(op, fmt, arch, dtype, prepacked, id=name)
+                marks = () if arch == "reference" else pytest.mark.emulated
+                yield pytest.param(op, fmt, arch, dtype, prepacked, id=name, marks=marks)
 
 
 def given_of(fmt):

@@ -121,7 +121,7 @@ def _quantize_values(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
         values, amax = workspace.make()
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
-        index = op.inverse if config.by_token else op.rows
+        index = op.inverse if config.reads_tokens else op.rows
         index = None if index is None else readable(index)
         kernel(x, index, offs, amax, values, None, None, None, launch.num_sms)
         return OperandTensors(values, None, amax), b
