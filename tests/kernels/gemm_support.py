@@ -189,7 +189,7 @@ class Product:
                 codes, scales = values, None
             tensors += [codes, scales, amax]
         if isinstance(self.config, Sm100GemmConfig) and self.config.pow2_scales:
-            before = ScaleTilesConfig.before(self.config)
+            before = ScaleTilesConfig.for_gemm(self.config)
             places = ((1, before.a_squares), (4, before.b_squares))
             tiles = [scale_tiles(tensors[i], is_square) for i, is_square in places]
             made = [torch.full(t.shape, _POISON, dtype=U8) for t in tiles]

@@ -392,7 +392,7 @@ class ScaleTilesConfig:
     kernel: ClassVar[str] = "cute_kernels.kernels.gemm.sm100.scale_tiles:ScaleTilesKernel"
 
     @classmethod
-    def before(cls, config: Sm100GemmConfig) -> "ScaleTilesConfig | None":
+    def for_gemm(cls, config: Sm100GemmConfig) -> "ScaleTilesConfig | None":
         """What a GEMM's scales go through; None if they stay as they are."""
         if not (config.takes_scale_tiles or config.pairs_scales):
             return None

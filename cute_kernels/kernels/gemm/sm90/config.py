@@ -261,11 +261,13 @@ class Sm90GemmConfig(GemmConfig):
             tile.n,
             f"products with an activation have instructions of at most {columns} columns",
         )
+        # This width leaves shared memory for all of the output. It was built for that only: of fp32
+        # output it would stage blocks of 24 rows, which overwrite other shared memory (emulator).
         yield Rule(
-            tile.n <= STAGED_N or not (balances_rows(tile) and self.stages_whole_tile),
+            not balances_rows(tile) or (tile.n == STAGED_N) == self.stages_whole_tile,
             "n",
             tile.n,
-            f"a tile that is staged whole has at most {STAGED_N} columns",
+            f"a balanced tile has {STAGED_N} columns if all of its output is staged, and only then",
         )
 
     @property
