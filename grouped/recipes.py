@@ -94,7 +94,7 @@ class Recipe:
             raise ValueError(f"a recipe quantizes all roles or none; no format for {missing}")
         level = None if self.weight is None else self.weight.second_level
         if level is not None and level.per == "row":
-            raise ValueError(f"weight must have one second-level scale a group, got {self.weight}")
+            raise ValueError(f"weight must have one global scale per group, got {self.weight}")
         for name, fmt in roles.items():
             if name != "grad_output" and fmt.element is E5M2:
                 raise ValueError(
@@ -389,7 +389,7 @@ class FP8Delayed(_Named):
 
 
 @dataclass(frozen=True)
-class OfCall(Recipe):
+class CallRecipe(Recipe):
     """Formats of a call whose scales, if they take any, are given with it: for ops."""
 
     _updates_scales: ClassVar[bool] = True

@@ -28,11 +28,11 @@ from cute_kernels.formats import Format
 from grouped import recipes
 
 from ..functional.experts import (
+    ExpertsOptions,
     Layer,
-    Style,
     compute_routing,
-    of_quantized_weights,
-    without_gradients,
+    run_inference,
+    run_quantized_inference,
 )
 from ..functional.experts import experts as mixture
 from ..nn.cached_weight import lookup, warn_if_captured
@@ -237,23 +237,23 @@ def _forward_of(recipe: Recipe) -> Forward:
         dtype, experts = hidden_states.dtype, self.num_experts
         has_norm = getattr(self, "has_post_expert_norm", False)  # Since 5.18 or later.
         if _is_swiglu(self) and not has_norm:
-            style = Style("swiglu", False, False, dtype)
-            key, given = (experts, style), (hidden_states, top_k_index, top_k_weights)
+            options = ExpertsOptions("swiglu", False, False, dtype)
+            key, given = (experts, options), (hidden_states, top_k_index, top_k_weights)
 
             def run(layers: tuple[Layer, Layer]) -> Tensor:
                 x, routing = (
                     hidden_states.to(layers[0].weights[0].dtype),
                     compute_routing(top_k_index, experts),
                 )
-                return mixture(x, top_k_weights.float(), routing, *layers, style)
+                return mixture(x, top_k_weights.float(), routing, *layers, options)
 
             weights = (lookup(self, first), lookup(self, second))
             if type(weights[0]) is type(weights[1]) is GroupedTensor and not (
                 self.has_bias or self.is_transposed
             ):
-                return of_quantized_weights(key, given, weights, recipe, vars(self), run)
+                return run_quantized_inference(key, given, weights, recipe, vars(self), run)
             layers = (_layer(self, first, recipe), _layer(self, second, recipe))
-            return without_gradients(key, given, layers, lambda: run(layers))
+            return run_inference(key, given, layers, lambda: run(layers))
         # The sentinels of expert parallelism are no expert's ids: they have no rows.
         routing = compute_routing(top_k_index, experts)
         offs, token, _, row = routing

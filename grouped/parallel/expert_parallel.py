@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from cute_kernels import ops
 from cute_kernels.records import check_kind
 
-from ..functional.experts import Layer, Routing, Style, compute_routing, experts
+from ..functional.experts import ExpertsOptions, Layer, Routing, compute_routing, experts
 from ..functional.rank_sums import Sum, SummedGradient
 from ..nn import GroupedMLP, MoE
 from ..tensor.dtensor_parts import local_part
@@ -134,7 +134,7 @@ class Exchange:
         routing: Routing,
         first: Layer,
         second: Layer,
-        style: Style,
+        options: ExpertsOptions,
         meanwhile: Callable[[], object] | None = None,
     ) -> Tensor:
         """As ``grouped.functional.experts.experts``, of experts that are spread over the ranks.
@@ -145,13 +145,18 @@ class Exchange:
         rows, weights, expert, arrived = _Dispatch.apply(x, p, places, self)
         local = compute_routing(expert, self.num_experts // self.ranks)
         h = experts(
-            rows, weights, local, first, second, style._replace(dtype=rows.dtype, apart=True)
+            rows,
+            weights,
+            local,
+            first,
+            second,
+            options._replace(dtype=rows.dtype, defer_routing_weights=True),
         )
         back = self._start(h.detach(), places.pairs.back, "combine")
         if self.overlap and meanwhile is not None:
             meanwhile()
         # The gradient of the weights is what ``_Dispatch`` has.
-        return _Combine.apply(h, back, p.detach(), arrived, places, style.dtype, self)
+        return _Combine.apply(h, back, p.detach(), arrived, places, options.dtype, self)
 
     def places(self, routing: Routing, p: Tensor) -> Places:
         """Where the tokens of all ranks go; how many, the ranks tell each other."""
@@ -312,7 +317,7 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     """Results back to their tokens.
 
-    The gradient that experts get is that of y, as ``Style.apart`` has it.
+    The gradient that experts get is that of y, as ``ExpertsOptions.defer_routing_weights`` has it.
     """
 
     @staticmethod
@@ -543,10 +548,10 @@ class _PartialSums:
         routing: Routing,
         first: Layer,
         second: Layer,
-        style: Style,
+        options: ExpertsOptions,
         meanwhile: object = None,
     ) -> Tensor:
         x, p = SummedGradient.apply(x, self.group), SummedGradient.apply(p, self.group)
-        y = experts(x, p, routing, first, second, style._replace(dtype=torch.float32))
+        y = experts(x, p, routing, first, second, options._replace(dtype=torch.float32))
         summed: Tensor = Sum.apply(y, self.group)
-        return summed.to(style.dtype)
+        return summed.to(options.dtype)

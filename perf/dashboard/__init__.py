@@ -30,7 +30,7 @@ def publish(folder: Path, records: Sequence[Record], numerics: Sequence[Any] = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("records", nargs="*", type=Path, help=f"files or folders; or {RESULTS}")
-    text = "what grouped.debug.inspect saved, in a view of its own; may be repeated"
+    text = "what grouped.inspect.inspect_quantization saved, in a view of its own; may be repeated"
     parser.add_argument(
         "--numerics", action="append", type=Path, default=[], metavar="FILE", help=text
     )

@@ -1,4 +1,4 @@
-"""What ``grouped.debug.inspect(...).save`` wrote, as the page reads it."""
+"""What ``grouped.inspect.inspect_quantization(...).save`` wrote, as the page reads it."""
 
 import json
 from collections.abc import Iterable

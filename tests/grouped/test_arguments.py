@@ -70,7 +70,7 @@ def quantize(x=X, fmt=None, **options):
             "a weight stored (G, K, N) is given as weight.mT",
         ),
         (
-            lambda: grouped.debug.detect_nonfinite(torch.nn.Identity()),
+            lambda: grouped.inspect.detect_nonfinite(torch.nn.Identity()),
             "model holds no grouped layers",
         ),
         (

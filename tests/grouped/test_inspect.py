@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import grouped
 from grouped import recipes
-from grouped.functional.linear_passes import Copies
-from grouped.inspect import inspect
+from grouped.functional.operands import OperandCopy, QuantizedOperand
+from grouped.inspect import inspect_quantization
 from grouped.inspect.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
 from tests.helpers import (
@@ -114,7 +114,7 @@ def test_against_numpy(name):
     if layer.scaling is not None:
         # Scales of nobody: gradients saturate and inputs underflow.
         layer.scaling.input_scale.fill_(2**-6), layer.scaling.grad_output_scale.fill_(2**16)
-    with inspect(layer) as lens:
+    with inspect_quantization(layer) as lens:
         train(layer, x, dy)
     found = by_copy(lens)
     assert len(found) == (6 if recipe.is_quantized else 3)
@@ -157,7 +157,7 @@ def test_results_keep_their_bits(name, frozen):
     def results(look):
         layer, (x, dy) = layer_of(EVERY[name]), operands()
         layer.requires_grad_(not frozen)
-        lens = inspect(layer)
+        lens = inspect_quantization(layer)
         with lens if look else contextlib.nullcontext():
             found = train(layer, x, dy)
         state = layer.scaling.state_dict().values() if layer.scaling else ()
@@ -175,7 +175,7 @@ def test_nothing_finite_and_nothing_at_all():
     layer, (x, dy) = layer_of(recipes.NVFP4(propagate_nonfinite=False)), operands()
     x[:13], dy[14, 5] = 0, torch.inf
     x[20, 3], x[34, 7] = torch.nan, torch.nan
-    with inspect(layer) as lens:
+    with inspect_quantization(layer) as lens:
         train(layer, x, dy)
     found = {(r["role"], r["direction"], r["expert"]): r for r in lens.rows()}
     zero, empty, last = (found["input", "rowwise", g] for g in range(3))
@@ -187,7 +187,7 @@ def test_nothing_finite_and_nothing_at_all():
     assert (gradient["nonfinite"], gradient["nonfinite_copy"]) == (1, 22 * N)
     assert gradient["signal"] == 0 and math.isfinite(gradient["amax"]) and gradient["amax"] > 0
     layer = layer_of(recipes.FP8Current())
-    with inspect(layer) as lens:
+    with inspect_quantization(layer) as lens:
         train(layer, x, dy)
     counts = {r["role"]: r["nonfinite_copy"] for r in lens.records()}
     assert counts == {"input": [0, 0, 2], "weight": [0, 0, 0], "grad_output": [0, 0, 22 * N]}
@@ -205,7 +205,7 @@ WEIGHT = {("weight", "rowwise"): 3 * N, ("weight", "columnwise"): 3 * N}
 def test_microbatches_and_checkpointing(reentrant):
     layer = layer_of(recipes.NVFP4())
     batches = [operands(seed=seed) for seed in (5, 6)]
-    lens = inspect(layer, every=2)
+    lens = inspect_quantization(layer, every=2)
 
     def function(x, offs):
         return (
@@ -226,7 +226,7 @@ def test_microbatches_and_checkpointing(reentrant):
     assert totals(lens) == twice
     parts = []
     for x, dy in batches:
-        with inspect(layer) as alone:
+        with inspect_quantization(layer) as alone:
             train(layer, x, dy)
         parts.append(by_copy(alone))
     for r in first:
@@ -258,7 +258,7 @@ def test_kinds_of_weights(kind):
         want = {key: v for key, v in BOTH.items() if key[1] == "rowwise"} | WEIGHT
         if kind == "w4a16":
             layer.recipe = recipes.BF16()
-    with inspect(layer) as lens:
+    with inspect_quantization(layer) as lens:
         if kind == "eval":
             layer.eval()
             with torch.inference_mode():
@@ -268,7 +268,7 @@ def test_kinds_of_weights(kind):
         else:
             train(layer, x, dy, **options)
     assert totals(lens) == want
-    with inspect(layer_of(recipes.NVFP4())) as usual:
+    with inspect_quantization(layer_of(recipes.NVFP4())) as usual:
         train(next(iter(usual._layers.values())), x, dy)
     for r in lens.records():
         other = by_copy(usual)[r["role"], r["direction"]]
@@ -285,7 +285,7 @@ def test_plain_copies(dtype):
     layer = GroupedLinear(2, 4, 2, bias=False, dtype=F32)
     with torch.no_grad():
         layer.weight.fill_(1 + 2**-9), layer.weight[1, 0, 0].fill_(1e6)
-    with inspect(layer) as lens:
+    with inspect_quantization(layer) as lens:
         layer(torch.tensor([[1.0, 2, 3, 0]], dtype=dtype), [0, 1])
     x, w = sorted(lens.records(), key=lambda r: r["role"])
     is_half = dtype == F16
@@ -301,11 +301,11 @@ def test_compiled(fresh_dynamo):
     function = torch.compile(layer, backend="aot_eager")
     whole = whole_graph(layer)
     plain = train(layer, x, dy, whole)
-    with inspect(layer) as lens:
-        with raises(Exception, r"grouped\.debug\.inspect looks at the operands"):
+    with inspect_quantization(layer) as lens:
+        with raises(Exception, r"grouped\.inspect\.inspect_quantization looks at the operands"):
             train(layer, x, dy, whole)
         seen = train(layer, x, dy, function)
-        with raises(RuntimeError, r"grouped\.debug\.inspect looks at the operands"):
+        with raises(RuntimeError, r"grouped\.inspect\.inspect_quantization looks at the operands"):
             torch.func.grad(lambda x: layer(x, torch.tensor(ENDS)).sum())(x)
     assert totals(lens) == BOTH | WEIGHT
     assert_all_same(seen, plain)
@@ -319,31 +319,34 @@ def test_nothing_is_read_on_the_host(name):
     q = grouped.quantize(
         operands()[0], fmt or WEIGHT_FORMAT, offs=torch.tensor(ENDS), columnwise=True
     )
-    with inspect(layer_of(EVERY[name])) as lens:
+    with inspect_quantization(layer_of(EVERY[name])) as lens:
         train(next(iter(lens._layers.values())), *operands())  # What is cached is known then.
     with FakeTensorMode() as mode:
         fake = [
-            [mode.from_tensor(t) for t in (c.operand[0], *c.operand[1])]
+            OperandCopy.from_tensors(
+                q.format, *(mode.from_tensor(t) for t in (c.operand[0], *c.operand[1]))
+            )
             for c in (q.rowwise, q.columnwise)
         ]
         x, offs = mode.from_tensor(operands()[0]), mode.from_tensor(q.offs)
         step = Step(0)
-        Probe("layer", ("input",), step).see(
-            "input", x, Copies([x]) if fmt is None else Copies(*fake), fmt, offs
-        )
-    assert all(f.sums.shape == (3, 7) and f.maxima.shape == (3, 2) for f in step.found.values())
+        quantized = QuantizedOperand(*([OperandCopy(x)] if fmt is None else fake))
+        Probe("layer", ("input",), step).observe("input", x, quantized, fmt, offs)
+    assert all(
+        f.sums.shape == (3, 7) and f.maxima.shape == (3, 2) for f in step.statistics.values()
+    )
 
 
 def test_layers_files_and_tables(tmp_path):
     model = nn.ModuleDict({"a": GroupedMLP(3, K, 32, recipe=recipes.MXFP8()), "b": nn.Linear(2, 2)})
-    lens = inspect(model, layers=["*.down"], roles=["input"])
+    lens = inspect_quantization(model, layers=["*.down"], roles=["input"])
     x = operands()[0]
     with lens:
         for _ in range(2):
             with torch.no_grad():
                 model.a(x, torch.tensor(ENDS))
             lens.step()
-        with raises(RuntimeError, "a.down is inspected already"), inspect(model):
+        with raises(RuntimeError, "a.down is inspected already"), inspect_quantization(model):
             pass
         pickle.loads(pickle.dumps(copy.deepcopy(model))).a(x, torch.tensor(ENDS))
     model.a(x, torch.tensor(ENDS))
@@ -379,8 +382,17 @@ def test_wrong_arguments():
         ({"layers": ["up"]}, ValueError, "layers: 'up' is none of GroupedLinear"),
     ):
         with raises(error, message):
-            inspect(layer, **options)
+            inspect_quantization(layer, **options)
     with raises(ValueError, "no step was looked at"):
-        inspect(layer).table()
+        inspect_quantization(layer).table()
     with raises(ValueError, "step 3 was not looked at"):
-        inspect(layer).summary(3)
+        inspect_quantization(layer).summary(3)
+
+
+def test_old_names_of_the_inspector_warn():
+    with pytest.warns(DeprecationWarning, match=r"use grouped\.inspect\.inspect_quantization"):
+        assert grouped.debug.inspect is inspect_quantization
+    with pytest.warns(DeprecationWarning, match=r"use grouped\.inspect\.inspect_quantization"):
+        assert grouped.inspect.inspect is inspect_quantization
+    with pytest.warns(DeprecationWarning, match=r"use grouped\.inspect\.check_offsets"):
+        assert grouped.debug.check_offsets is grouped.inspect.check_offsets

@@ -262,7 +262,7 @@ def test_gradients_are_quantized_by_what_makes_them(recipe, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(experts, "_quantizes_gradients", lambda *_: False)
             assert_all_same(steps(moe), got)
-        with grouped.debug.inspect(moe):
+        with grouped.inspect.inspect_quantization(moe):
             assert_all_same(step(moe, tokens(seed=0)), got[: 2 + len([*moe.parameters()])])
         # Under delayed scaling not in the first step, whose scales follow from what is made.
         assert len(calls) == (3 - recipe.takes_scales) * by_one
@@ -381,19 +381,19 @@ def test_gradients_of_some(recipe):
 def test_nan_is_found_and_numbers_are_inspected():
     moe = moe_of(recipes.NVFP4RowScaled())
     want = step(moe, tokens())
-    lens = grouped.debug.inspect(moe)
+    lens = grouped.inspect.inspect_quantization(moe)
     with lens:
         assert_all_same(step(moe, tokens()), want)
     seen = {(e["layer"], e["role"], e["direction"]) for e in lens.summary()}
     for layer in ("experts.gate_up", "experts.down"):
         for role in ("input", "weight", "grad_output"):
             assert {(layer, role, d) for d in ("rowwise", "columnwise")} <= seen
-    with grouped.debug.detect_nonfinite(moe) as found:
+    with grouped.inspect.detect_nonfinite(moe) as found:
         assert_all_same(step(moe, tokens()), want)
     assert found.report() == {}
     with torch.no_grad():
         moe.experts.down.weight[1, 2, 3] = torch.nan
-    with grouped.debug.detect_nonfinite(moe) as found:
+    with grouped.inspect.detect_nonfinite(moe) as found:
         step(moe, tokens())
     assert "weight" in found.report()["experts.down"]
 

@@ -222,7 +222,7 @@ def test_where_it_is_found(name, place, compiled):
     """It stays found when good batches follow; the tails hold NaN and are passed over."""
     mlp = mlp_of(dataclasses.replace(RECIPES[name], propagate_nonfinite=False))
     function = whole_graph(mlp) if compiled else mlp
-    with grouped.debug.detect_nonfinite(mlp) as found:
+    with grouped.inspect.detect_nonfinite(mlp) as found:
         if place == "weight":
             broken_weight(mlp)
         x = with_nan(K) if place == "x" else None
@@ -234,12 +234,12 @@ def test_where_it_is_found(name, place, compiled):
 
 def test_a_block_ends():
     mlp = mlp_of(RECIPES["bf16"])
-    with grouped.debug.detect_nonfinite(mlp) as found:
+    with grouped.inspect.detect_nonfinite(mlp) as found:
         train(mlp)
     broken_weight(mlp)
     train(mlp)
     assert found.report() == {}
-    with grouped.debug.detect_nonfinite(mlp) as found:
+    with grouped.inspect.detect_nonfinite(mlp) as found:
         train(mlp)
     assert "down" in found.report()
 
@@ -247,11 +247,11 @@ def test_a_block_ends():
 def test_all_layers_without_a_model():
     layers = [GroupedLinear(3, K, K, recipe=SILENT["nvfp4"]) for _ in range(3)]
     model = nn.ModuleList(layers)
-    with grouped.debug.detect_nonfinite() as found:
+    with grouped.inspect.detect_nonfinite() as found:
         for layer, x in zip(reversed(layers), (sample(40, K), with_nan(K), None), strict=True):
             if x is not None:
                 train(layer, x=x)
-        with raises(RuntimeError, "active already"), grouped.debug.detect_nonfinite():
+        with raises(RuntimeError, "active already"), grouped.inspect.detect_nonfinite():
             pass
     (name, roles), *others = found.report().items()
     assert not others and roles == ("input",)
@@ -261,11 +261,11 @@ def test_all_layers_without_a_model():
 
 def test_only_the_layers_of_the_model():
     mlp, other = mlp_of(SILENT["nvfp4"]), mlp_of(SILENT["nvfp4"])
-    with grouped.debug.detect_nonfinite(mlp.down) as found:
+    with grouped.inspect.detect_nonfinite(mlp.down) as found:
         train(other, x=with_nan(K))
         train(mlp, x=with_nan(K))
     assert found.report() == {}
-    with grouped.debug.detect_nonfinite(mlp.gate_up) as found:
+    with grouped.inspect.detect_nonfinite(mlp.gate_up) as found:
         train(mlp, x=with_nan(K))
     assert found.report() == {"GroupedLinear": ("input",)}
 
@@ -274,7 +274,7 @@ def test_a_compiled_layer_needs_the_model():
     layer = GroupedLinear(3, K, N, recipe=RECIPES["nvfp4"])
     function = torch.compile(layer, fullgraph=True, backend="eager")
     with (
-        grouped.debug.detect_nonfinite(),
+        grouped.inspect.detect_nonfinite(),
         raises(Exception, "needs the model to watch a compiled layer"),
     ):
         train(layer, function=function)
@@ -289,7 +289,7 @@ def test_no_gradients_and_quantized_weights(single):
         layer.weight = nn.Parameter(grouped.quantize(weight, WEIGHT_FORMAT))
     else:
         layer.weight2 = nn.Parameter(weight[2].float())
-    with torch.no_grad(), grouped.debug.detect_nonfinite(layer) as found:
+    with torch.no_grad(), grouped.inspect.detect_nonfinite(layer) as found:
         for _ in range(2):
             layer(sample(0, K), [0, 0, 0])
             layer(sample(4, 10, K), ENDS)

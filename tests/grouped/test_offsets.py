@@ -209,7 +209,7 @@ def recorded(monkeypatch):
     ],
 )
 def test_offs_of_a_device_are_checked_when_asked(recorded, bad, message):
-    with grouped.debug.check_offsets() as found:
+    with grouped.inspect.check_offsets() as found:
         LINEAR(X, ends(7, 7, 33))
         found.check()
         ops.grouped_amax(X, ends(*bad))
@@ -221,15 +221,15 @@ def test_offs_of_a_device_are_checked_when_asked(recorded, bad, message):
         ):
             found.check()
         found.check()
-    with raises(ValueError, message), grouped.debug.check_offsets(), torch.inference_mode():
+    with raises(ValueError, message), grouped.inspect.check_offsets(), torch.inference_mode():
         LINEAR(X, ends(*bad))
-    with raises(KeyError, "its own"), grouped.debug.check_offsets():
+    with raises(KeyError, "its own"), grouped.inspect.check_offsets():
         LINEAR(X, ends(*bad))
         raise KeyError("its own")
     with (
-        grouped.debug.check_offsets(),
+        grouped.inspect.check_offsets(),
         raises(RuntimeError, "active already"),
-        grouped.debug.check_offsets(),
+        grouped.inspect.check_offsets(),
     ):
         pass
     assert EndRowChecks.recorder is None

@@ -159,9 +159,9 @@ def test_the_lens_waits_for_nothing_and_sees_what_it_sees_on_a_cpu(recipe):
     def looked(device):
         layer, x, offs = make_layer(recipe, device), make_input(device), ends(SPLITS[0], device)
         plain = step(layer, x, offs)
-        with grouped.debug.inspect(layer):
+        with grouped.inspect.inspect_quantization(layer):
             step(layer, x, offs)  # Loads kernels.
-        lens = grouped.debug.inspect(layer)
+        lens = grouped.inspect.inspect_quantization(layer)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if device == CUDA else "default")
         try:
@@ -195,7 +195,7 @@ def test_offs_are_checked_without_a_synchronization():
     """Also in the replays of a graph; the message has the first call."""
     layer, x = make_layer(grouped.recipes.BF16, kind=LAYERS["linear"]), make_input()
     offs = ends([40, 40, 57, 96])
-    with torch.no_grad(), grouped.debug.check_offsets() as found:
+    with torch.no_grad(), grouped.inspect.check_offsets() as found:
         layer(x, offs)
         torch.cuda.set_sync_debug_mode("error")
         layer(x, offs)

@@ -49,13 +49,13 @@ function caseView() {
     tableOf("Records", ["contender", "quantity", "value", "TB/s", "TFLOP/s", "error", "repeats", "commit", "day", "with"], rows)];
 }
 
-/** Quantities of grouped.debug.inspect: titles and how their numbers are written. */
+/** Quantities of grouped.inspect.inspect_quantization: titles and how their numbers are written. */
 const QUANTITIES = {
   snr_db: ["signal over noise, dB", (v) => v.toFixed(1)], saturated: ["share saturated", percent], underflow: ["share that underflows to zero", percent],
   amax: ["amax", short], rows: ["rows: load of an expert", short], second_level: ["second-level scale", (v) => v.toPrecision(3)], nonfinite: ["NaN and infinite", short],
 };
 
-/** What quantization does to the numbers of a model: records of grouped.debug.inspect. */
+/** What quantization does to the numbers of a model: records of grouped.inspect.inspect_quantization. */
 function numericsView() {
   const operandOf = (r) => `${r.layer}, ${r.role}, ${r.direction}, ${r.format}`;
   const [, ofRun, runField] = pick("run", "Run", Map.groupBy(DATA.numerics, (r) => r.run || "unnamed"));
@@ -72,7 +72,7 @@ function numericsView() {
   const z = ofStep.map((r) => r[key]);
   const experts = Array.from({ length: Math.max(...z.map((row) => row.length)) }, (_, expert) => expert);
   const map = { type: "heatmap", z, x: experts, y: ofStep.map(operandOf), text: z.map((row) => row.map((v) => (v === null ? "unknown" : format(v)))), texttemplate: "%{text}", colorscale: "Blues", reversescale: true };
-  return ["Numerics", p("What quantization does to the operands of each layer, as ", h("code", {}, "grouped.debug.inspect"), " saw it."), fields(operandField, field, runField),
+  return ["Numerics", p("What quantization does to the operands of each layer, as ", h("code", {}, "grouped.inspect.inspect_quantization"), " saw it."), fields(operandField, field, runField),
     figure(`${operand}: ${label}`, series, ["step", label], { label: "step" }, { label }), stepField,
     plotOf(`${label}, step ${step}`, [map], { isMap: true, xaxis: { label: "expert", type: "category" } })];
 }
