@@ -1,7 +1,7 @@
-"""What runs where: one table of op x format x architecture.
+"""Support table of ops, formats and architectures.
 
-Errors, documentation and tests all read this table, so what the package says it supports is what it
-runs. An architecture is ``"reference"`` (exact PyTorch, any device), ``"sm_90a"`` or ``"sm_100a"``.
+Errors, documentation and tests all read this table, so the package runs what it claims to support.
+An architecture is ``"reference"`` (exact PyTorch, any device), ``"sm_90a"`` or ``"sm_100a"``.
 """
 
 import dataclasses
@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from .arch import ARCHS
 from .formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, RECORDS, Format, FP8Block
 from .records import UnsupportedError
 
-ARCHITECTURES = ("reference", "sm_90a", "sm_100a")
-#: Ops by name; ``None`` as the format means plain bf16, fp16 or fp32 operands.
+ARCHITECTURES = ("reference", *ARCHS)
+#: Names of ops. The format of plain bf16, fp16 or fp32 operands is None.
 OPS = (
     "compute_offsets",
     "grouped_amax",
@@ -36,7 +37,7 @@ OPS = (
 )
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-#: Dtypes of the plain operands of each op: of its input, or of the result of dequantizing.
+#: Dtypes of the plain operands by op: of the input, or of the result of ``grouped_dequantize``.
 _DTYPES = dict.fromkeys(OPS, _FLOATS) | {
     "compute_offsets": _INTEGERS,
     "grouped_gemm_w4a16": (torch.bfloat16, torch.float16),
@@ -49,50 +50,66 @@ _FORMATS = ("nvfp4", "fp8", "fp8_block", "mxfp8")
 
 
 def with_byte_codes(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The formats among ``names`` whose codes are bytes, as their records say."""
+    """Return the formats among ``names`` whose records have 8-bit elements."""
     return tuple(name for name in names if RECORDS[name]().element.bits == 8)
 
 
-_OF_BYTES = with_byte_codes(_FORMATS)
-_OF_FORMATS = ("grouped_quantize", "grouped_dequantize", "grouped_gemm", "grouped_gemm_w4a16")
-_NOT_PLAIN = ("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16", "grouped_gemm_w4a8")
-#: Of formats that have a second level, these take those whose scales the caller gives.
-_OF_SOME = ("delayed_scaling_update", "moe_quantize_gradient")
-#: What runs: architectures by op and name of the format, None if plain.
+_BYTE_FORMATS = with_byte_codes(_FORMATS)
+_FORMAT_OPS = ("grouped_quantize", "grouped_dequantize", "grouped_gemm", "grouped_gemm_w4a16")
+_QUANTIZED_OPS = (
+    "grouped_quantize",
+    "grouped_dequantize",
+    "grouped_gemm_w4a16",
+    "grouped_gemm_w4a8",
+)
+#: Ops that take a format with a global scale only if the caller gives the scale.
+_GIVEN_SCALE_OPS = ("delayed_scaling_update", "moe_quantize_gradient")
+#: Supported architectures by op and name of the format, which is None for plain operands.
 _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
-    **{(op, None): ARCHITECTURES for op in OPS if op not in (*_NOT_PLAIN, *_OF_SOME)},
-    **{(op, name): ARCHITECTURES for op in _OF_FORMATS for name in _FORMATS},
+    **{(op, None): ARCHITECTURES for op in OPS if op not in (*_QUANTIZED_OPS, *_GIVEN_SCALE_OPS)},
+    **{(op, name): ARCHITECTURES for op in _FORMAT_OPS for name in _FORMATS},
     ("grouped_gemm", "mxfp8"): _NO_SM90,
-    # By the format of the activations.
-    **{("grouped_gemm_w4a8", name): _NO_SM90 for name in _OF_BYTES},
+    # Activations of these formats; weights are NVFP4.
+    **{("grouped_gemm_w4a8", name): _NO_SM90 for name in _BYTE_FORMATS},
     ("delayed_scaling_update", "fp8"): ARCHITECTURES,
-    **{("moe_quantize_gradient", name): ARCHITECTURES for name in _OF_BYTES},
+    **{("moe_quantize_gradient", name): ARCHITECTURES for name in _BYTE_FORMATS},
 }
-#: Ops and formats that the reference backend adds like a tensor core that has no kernel of them.
-_ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {
+#: Architectures whose tensor cores ``reference:<arch>`` emulates although they have no kernel yet.
+_EMULATED_ONLY: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_gemm", "mxfp8"): ("sm_90a",)
 }
-#: The ops that a tensor core adds in.
+#: Ops whose sums a tensor core accumulates.
 _GEMMS = ("grouped_gemm", "grouped_gemm_w4a16", "grouped_gemm_w4a8")
-#: Reference backends that add like a tensor core, and whose.
-_ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
-#: Ops that take groups that have shapes of their own.
-_SHAPED = ("grouped_quantize", "grouped_dequantize")
-#: Where ops put their input through an activation first, or their result last.
-_ACTIVATES = ("grouped_quantize", *_GEMMS)
-#: Architectures that take the order of bits of ``cute_kernels.prepack``.
-_PREPACKED = ("reference", "sm_90a")
-#: Elements that lanes of kernels take at once; blocks that they have whole, by bits of codes and
-#: scales, and if tiled.
-_PIECE = 16
-_BLOCKS = {(8, 0, False): (0,), (4, 8, True): (16, 32), (8, 8, True): (32,), (8, 32, False): (128,)}
-#: What is kept of a second level that both directions share.
-_LEVEL = {"scale_inv", "scale", "amax"}
+#: Reference backends that accumulate like the tensor cores of an architecture.
+_TENSOR_CORE_BACKENDS = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
+_NEEDS_BYTES = "it multiplies 8-bit activations by 4-bit weights"
+#: Ops that take groups whose last dimensions differ.
+_SHAPED_GROUP_OPS = ("grouped_quantize", "grouped_dequantize")
+#: Ops that apply an activation to their input or to their result.
+_ACTIVATION_OPS = ("grouped_quantize", *_GEMMS)
+#: Architectures that take weights of ``cute_kernels.prepack``.
+_PREPACKED_ARCHITECTURES = ("reference", "sm_90a")
+#: Elements that one lane of a kernel holds.
+_LANE_CHUNK = 16
+#: Elements per block that kernels take, by (bits of codes, bits of scales, scales are in tiles).
+_BLOCK_SIZES = {
+    (8, 0, False): (0,),
+    (4, 8, True): (16, 32),
+    (8, 8, True): (32,),
+    (8, 32, False): (128,),
+}
+#: Vectors of a global scale that both directions share.
+_SCALE_VECTORS = {"scale_inv", "scale", "amax"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """Whether a combination runs; ``reason`` says why not. True in a boolean context if it does."""
+    """Answer of ``support``: true in a boolean context if the combination runs.
+
+    Attributes:
+        ok: True if the combination runs.
+        reason: Why it does not run; empty if it does.
+    """
 
     ok: bool
     reason: str = ""
@@ -117,165 +134,190 @@ def support(
     gathered: bool = False,
     result: Format | None = None,
 ) -> Support:
-    """Say whether ``op`` runs for ``fmt`` on ``arch``.
+    """Return a ``Support`` that says if ``op`` runs for ``fmt`` on ``arch``.
 
-    Of ops with several operands ``fmt`` is that of any of them: a GEMM of row-scaled activations
-    and prepacked weights needs a yes to both.
+    If an op has several operands, ``fmt`` is the format of one of them. Ask once per operand: a
+    GEMM of row-scaled activations and prepacked weights runs if both answers are true.
 
     Args:
-        op: one of ``OPS``.
-        fmt: a format record such as ``NVFP4(row_scaled=True)``, a format class for its
+        op: One of ``OPS``.
+        fmt: A format record such as ``NVFP4(row_scaled=True)``, a format class for its
             defaults, or None for plain bf16, fp16 or fp32 operands.
-        arch: one of ``ARCHITECTURES``; or ``"reference:sm_90a"`` or ``"reference:sm_100a"``,
-            the reference backend that adds like the tensor core of that architecture, which
-            takes what its kernels do, and some that are to come.
-        dtype: dtype of the plain operands, of what is quantized, or of the decoded result; None
-            for one that the op takes everywhere, such as bf16.
-        columnwise: the columnwise copy is asked for, alone or with the rowwise one.
-        prepacked: the weights have the order of bits of ``cute_kernels.prepack``.
-        shapes: the groups have shapes of their own: the last dimension varies.
-        activation: the input goes through an activation first, or the result of a GEMM last.
-        gathered: rows of tokens come by an index.
-        result: the format that the result is quantized to, after an activation.
+        arch: One of ``ARCHITECTURES``, or ``"reference:sm_90a"`` or ``"reference:sm_100a"``:
+            the reference backend that accumulates like the tensor cores of that architecture.
+            It supports what the architecture's kernels support, and some planned combinations.
+        dtype: Dtype of the plain operands, of the quantized input, or of the dequantized result;
+            None for a dtype that the op supports everywhere, such as bf16.
+        columnwise: The columnwise copy is requested, alone or with the rowwise copy.
+        prepacked: The weights come from ``cute_kernels.prepack``.
+        shapes: Groups differ in their last dimension.
+        activation: An activation is applied to the input, or to the result of a GEMM.
+        gathered: Rows are gathered by an index.
+        result: The format that the result of a GEMM is quantized to after an activation.
 
     Returns:
-        A ``Support``, true if it runs, otherwise with the reason.
+        A ``Support``; if it is false, its ``reason`` says why.
 
     Raises:
         ValueError: ``op`` or ``arch`` is not a known name.
-        TypeError: ``fmt`` is no format.
+        TypeError: ``fmt`` is not a format.
     """
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
-    if arch not in (*ARCHITECTURES, *_ADDS_LIKE):
+    if arch not in (*ARCHITECTURES, *_TENSOR_CORE_BACKENDS):
         raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
     if isinstance(fmt, type):
         fmt = fmt()
     if not (fmt is None or isinstance(fmt, Format)):
         raise TypeError(f"fmt must be a format record or None, got {fmt!r}")
-    core = _ADDS_LIKE.get(arch, arch)
-    if arch in _ADDS_LIKE:
-        arch = _whose_rows(op, fmt, _ADDS_LIKE[arch])
+    tensor_core = _TENSOR_CORE_BACKENDS.get(arch, arch)
+    if arch in _TENSOR_CORE_BACKENDS:
+        arch = _capability_arch(op, fmt, _TENSOR_CORE_BACKENDS[arch])
     reason = (
-        _why_not_format(op, fmt)
-        or _why_not_arch(op, fmt, arch)
-        or _why_not_dtype(op, fmt, arch, dtype)
-        or (_why_not_transformed(op, fmt, dtype) if columnwise else "")
-        or (_why_not_prepacked(op, core) if prepacked else "")
+        _why_format_unsupported(op, fmt)
+        or _why_arch_unsupported(op, fmt, arch)
+        or _why_dtype_unsupported(op, fmt, arch, dtype)
+        or (_why_transform_unsupported(op, fmt, dtype) if columnwise else "")
+        or (_why_prepacked_unsupported(op, tensor_core) if prepacked else "")
     )
-    if shapes and not reason and op not in _SHAPED:
-        reason = f"{op} takes ragged or uniform groups, not those that have shapes of their own"
-    if activation and not reason and op not in _ACTIVATES:
+    if shapes and not reason and op not in _SHAPED_GROUP_OPS:
+        reason = f"{op} takes ragged or uniform groups, not groups with shapes of their own"
+    if activation and not reason and op not in _ACTIVATION_OPS:
         reason = f"{op} takes no activation"
     if gathered and not reason:
-        reason = _why_not_gathered(op, fmt, arch)
+        reason = _why_gather_unsupported(op, fmt, arch)
     if result is not None and not reason:
-        reason = why_not_result(op, result, arch)
+        reason = why_result_unsupported(op, result, arch)
     return Support(False, reason) if reason else _YES
 
 
-def _whose_rows(op: str, fmt: Format | None, core: str) -> str:
-    """The architecture whose rows say what a reference runs that adds like the one of ``core``."""
+def _capability_arch(op: str, fmt: Format | None, tensor_core: str) -> str:
+    """Return the architecture whose table entries apply to ``reference:<tensor_core>``."""
     key = op, None if fmt is None else fmt.name
-    return core if op in _GEMMS and core not in _ADDED_ALIKE.get(key, ()) else "reference"
+    return (
+        tensor_core
+        if op in _GEMMS and tensor_core not in _EMULATED_ONLY.get(key, ())
+        else "reference"
+    )
 
 
-def _why_not_format(op: str, fmt: Format | None) -> str:
-    """Why ``op`` runs for ``fmt`` nowhere; empty if nothing is against it."""
+def _why_format_unsupported(op: str, fmt: Format | None) -> str:
+    """Return why no architecture runs ``op`` for ``fmt``; empty if one does."""
     if fmt is None:
         return "" if (op, None) in _RUNS else f"{op} needs a format"
+    if (op, fmt.name) not in _RUNS:
+        return _why_format_missing(op, fmt)
+    if op == "grouped_gemm_w4a8" and fmt.element.bits != 8:
+        return _NEEDS_BYTES
+    scale = fmt.global_scale
+    if op in _GIVEN_SCALE_OPS and scale is not None and not fmt.has_given_scale:
+        return f"{fmt} computes the scales of each tensor; {op} needs scales that the caller gives"
+    if op == "grouped_gemm_w4a16" and scale is not None and scale.per == "row":
+        return "weights have one global scale per group"
+    return ""
+
+
+def _why_format_missing(op: str, fmt: Format) -> str:
+    """Return why the table has no entry of ``op`` and ``fmt``."""
     kind = type(fmt).__name__
     if all(name != fmt.name for _, name in _RUNS):
         return f"{kind} is not built yet"
     if op == "grouped_gemm_w4a8" and fmt.element.bits != 8:
-        return "it is of activations of a byte beside weights of four bits"
-    if (op, fmt.name) not in _RUNS:
-        takes_formats = any(other == op and name is not None for other, name in _RUNS)
-        return (
-            f"no {op} of {kind} yet" if takes_formats else f"{op} takes plain tensors, not {kind}"
-        )
-    level = fmt.second_level
-    if op in _OF_SOME and level is not None and not fmt.takes_scale:
-        return f"{fmt} has no scales that outlive a tensor"
-    if op == "grouped_gemm_w4a16" and level is not None and level.per == "row":
-        return "weights have one second-level scale a group"
-    return ""
+        return _NEEDS_BYTES
+    takes_formats = any(key[0] == op and key[1] is not None for key in _RUNS)
+    return f"no {op} of {kind} yet" if takes_formats else f"{op} takes plain tensors, not {kind}"
 
 
-def _why_not_arch(op: str, fmt: Format | None, arch: str) -> str:
+def _why_arch_unsupported(op: str, fmt: Format | None, arch: str) -> str:
+    """Return why ``arch`` does not run ``op`` for ``fmt``; empty if it does."""
     key = op, None if fmt is None else fmt.name
     if arch not in _RUNS[key]:
         return f"no {arch} kernel of {op} yet"
-    return "" if fmt is None or arch == "reference" else refuses(fmt)
+    return "" if fmt is None or arch == "reference" else why_unsupported(fmt)
 
 
 @functools.lru_cache(maxsize=256)
-def refuses(fmt: Format) -> str:
-    """Why no kernel takes the facts of a record, whatever its name; empty if nothing is against
-    them.
+def why_unsupported(fmt: Format) -> str:
+    """Return why no kernel supports the properties of a record; empty if kernels may support it.
 
-    What only some kernels do not take, their configurations say.
+    The check ignores the record's name. Configurations check the limits of single kernels.
     """
-    element, scale, level = fmt.element, fmt.scale, fmt.second_level
-    of_scale, vec, layout = (
+    element, scale, global_scale = fmt.element, fmt.scale, fmt.global_scale
+    scale_bits, vec_size, layout = (
         (scale.element.bits, scale.vec_size, scale.layout) if scale else (0, 0, None)
     )
-    block, sizes = (
-        getattr(fmt, "block", (1, vec)),
-        _BLOCKS.get((element.bits, of_scale, fmt.has_scale_tiles), ()),
-    )
-    is_byte, is_piece = element.bits == 8, (element.bits, vec) == (4, _PIECE)
-    per_piece = fmt.is_stochastic or fmt.chooses_scales or fmt.is_transformed
-    is_level = level is None
-    if level is not None and level.buffers == ("amax",):
-        is_level = level.per == "group" or not (fmt.is_2d or level.is_shared)
-    elif level is not None:
-        is_level = (
-            level.per == "group" and level.is_shared and {"amax"} <= {*level.buffers} <= _LEVEL
+    block = getattr(fmt, "block", (1, vec_size))
+    sizes = _BLOCK_SIZES.get((element.bits, scale_bits, fmt.has_scale_tiles), ())
+    is_byte = element.bits == 8
+    is_lane_chunk = (element.bits, vec_size) == (4, _LANE_CHUNK)
+    needs_lane_chunk = fmt.is_stochastic or fmt.searches_scale or fmt.is_transformed
+    has_known_scale = global_scale is None
+    if global_scale is not None and global_scale.buffers == ("amax",):
+        has_known_scale = global_scale.per == "group" or not (fmt.is_2d or global_scale.is_shared)
+    elif global_scale is not None:
+        has_known_scale = (
+            global_scale.per == "group"
+            and global_scale.is_shared
+            and {"amax"} <= {*global_scale.buffers} <= _SCALE_VECTORS
         )
-    blocks = f"block {block} of vec_size {vec}"
+    blocks = f"block {block} of vec_size {vec_size}"
     rules = (
-        (element in (E2M1, E4M3, E5M2), f"element {element.name}: it is e2m1, e4m3 or e5m2"),
+        (element in (E2M1, E4M3, E5M2), f"element {element.name}: must be e2m1, e4m3 or e5m2"),
         (
-            fmt.k_multiple % _PIECE == 0,
-            f"k_multiple {fmt.k_multiple}: it is a multiple of {_PIECE}",
+            fmt.k_multiple % _LANE_CHUNK == 0,
+            f"k_multiple {fmt.k_multiple}: must be a multiple of {_LANE_CHUNK}",
         ),
         (
-            vec in sizes and block in ((1, vec), (vec, vec)),
-            f"{blocks}: {element.name} with scales of {of_scale} bits, {layout}, has {sizes}",
+            vec_size in sizes and block in ((1, vec_size), (vec_size, vec_size)),
+            f"{blocks}: {element.name} with scales of {scale_bits} bits, {layout}, "
+            f"needs a vec_size in {sizes}",
         ),
         (
             is_byte or fmt.columnwise == "transposed",
-            f"columnwise {fmt.columnwise}: {element.name} is transposed",
-        ),
-        (is_byte or not fmt.takes_scale, f"takes_scale: {element.name} has scales of blocks"),
-        (
-            is_piece or not per_piece,
-            f"{blocks}: only e2m1 by {_PIECE} is drawn, transformed or chosen for",
+            f"columnwise {fmt.columnwise}: copies of {element.name} must be transposed",
         ),
         (
-            is_piece or is_byte or not fmt.is_2d,
-            f"{blocks}: squares of {element.name} are of {_PIECE}",
+            is_byte or not fmt.has_given_scale,
+            f"has_given_scale: {element.name} has block scales, which the caller cannot give",
         ),
-        (is_level, f"{level}: an amax of groups or single rows, or {sorted(_LEVEL)} shared"),
+        (
+            is_lane_chunk or not needs_lane_chunk,
+            f"{blocks}: stochastic rounding, transforms and scale search need e2m1 in blocks "
+            f"of {_LANE_CHUNK}",
+        ),
+        (
+            is_lane_chunk or is_byte or not fmt.is_2d,
+            f"{blocks}: square blocks of {element.name} must have {_LANE_CHUNK} rows",
+        ),
+        (
+            has_known_scale,
+            f"{global_scale}: must be an amax per group or per row, or a shared scale per group "
+            f"with vectors among {sorted(_SCALE_VECTORS)}",
+        ),
     )
-    return next((why for is_taken, why in rules if not is_taken), "")
+    return next((reason for holds, reason in rules if not holds), "")
 
 
-def _why_not_dtype(op: str, fmt: Format | None, arch: str, dtype: torch.dtype | None) -> str:
-    """Why ``op`` does not take plain operands of ``dtype``; empty if nothing is against it."""
+def _why_dtype_unsupported(
+    op: str, fmt: Format | None, arch: str, dtype: torch.dtype | None
+) -> str:
+    """Return why ``op`` does not take plain operands of ``dtype``; empty if it does."""
     if dtype is None:
         return ""
     if dtype not in _DTYPES[op]:
         names = " or ".join(str(d).removeprefix("torch.") for d in _DTYPES[op])
         return f"{op} takes {names}, not {str(dtype).removeprefix('torch.')}"
-    # Quantized on the way, fp32 activations are no operands of a tensor core.
+    # fp32 activations are supported if the op quantizes them: then no tensor core reads fp32.
     if op == "grouped_gemm" and fmt is None and dtype == torch.float32 and arch != "reference":
-        return "a tensor core cuts float32 to tf32 before it multiplies: use bf16 or fp16 operands, or the backend reference"
+        return (
+            "a tensor core truncates float32 operands to tf32: use bf16 or fp16 operands, "
+            "or the backend reference"
+        )
     return ""
 
 
-def _why_not_transformed(op: str, fmt: Format | None, dtype: torch.dtype | None) -> str:
+def _why_transform_unsupported(op: str, fmt: Format | None, dtype: torch.dtype | None) -> str:
+    """Return why ``op`` cannot transform input of ``dtype`` for ``fmt``; empty if it can."""
     if (
         fmt is None
         or not fmt.is_transformed
@@ -283,49 +325,58 @@ def _why_not_transformed(op: str, fmt: Format | None, dtype: torch.dtype | None)
         or dtype in (None, torch.bfloat16)
     ):
         return ""
-    return f"the columnwise copy of {fmt.text} is made of bfloat16 only"
+    return f"the columnwise copy of {fmt.text} can be made from bfloat16 only"
 
 
-def _why_not_prepacked(op: str, arch: str) -> str:
+def _why_prepacked_unsupported(op: str, arch: str) -> str:
+    """Return why ``op`` does not take prepacked weights on ``arch``; empty if it does."""
     if op in ("grouped_gemm_w4a16", "grouped_gemm_w4a8"):
-        return "prepacked weights multiply quantized activations: unpack() them"
-    if op == "grouped_gemm" and arch not in _PREPACKED:
+        return "prepacked weights need quantized activations: unpack() them"
+    if op == "grouped_gemm" and arch not in _PREPACKED_ARCHITECTURES:
         return f"prepacked weights are for sm_90a, not {arch}: unpack() them"
     return ""
 
 
-def _why_not_gathered(op: str, fmt: Format | None, arch: str) -> str:
+def _why_gather_unsupported(op: str, fmt: Format | None, arch: str) -> str:
+    """Return why ``op`` does not gather rows of ``fmt`` on ``arch``; empty if it does."""
     if op not in _GEMMS:
-        return f"{op} takes no index of rows"
+        return f"{op} does not gather rows by an index"
     if fmt is None or op == "grouped_gemm_w4a16" or arch == "reference":
         return ""
     return (
-        f"no {arch} kernel of {op} reads codes by an index: quantize rows by it (grouped_quantize)"
+        f"no {arch} kernel of {op} gathers codes by an index: "
+        "gather the rows while quantizing them (grouped_quantize)"
     )
 
 
-def why_not_result(op: str, result: Format, arch: str) -> str:
-    """Why ``op`` does not quantize its result to such a record; empty if nothing is against it."""
-    level = result.second_level
+def why_result_unsupported(op: str, result: Format, arch: str) -> str:
+    """Return why ``op`` cannot quantize its result to ``result``; empty if it can."""
+    scale = result.global_scale
     if op not in _GEMMS or result.scale is None or result.is_2d or result.is_stochastic:
-        return f"its result is quantized to blocks of single rows, to nearest even, not to {result.text}"
-    if level is not None and level.per == "row":
-        return f"no part of a row knows the amax of the row, which {result.text} is relative to"
-    return "" if arch == "reference" else refuses(result)
+        return (
+            f"{op} quantizes its result to blocks of single rows, to nearest even, "
+            f"not to {result.text}"
+        )
+    if scale is not None and scale.per == "row":
+        return f"{result.text} needs the amax of each row, but a tile of a GEMM holds part of a row"
+    return "" if arch == "reference" else why_unsupported(result)
 
 
-def require(op: str, fmt: Format | None, arch: str, **facts: Any) -> None:
-    """Raise ``UnsupportedError`` with the reason unless ``op`` runs for ``fmt`` on ``arch``.
+def require(op: str, fmt: Format | None, arch: str, **options: Any) -> None:
+    """Raise an ``UnsupportedError`` with the reason unless ``op`` runs for ``fmt`` on ``arch``.
 
-    ``facts`` are the other arguments of ``support``.
+    ``options`` are the other arguments of ``support``.
     """
-    status = support(op, fmt, arch, **facts)
+    status = support(op, fmt, arch, **options)
     if not status:
         raise UnsupportedError(f"{op} with {fmt or 'plain tensors'} on {arch}: {status.reason}")
 
 
 def markdown_table() -> str:
-    """The support table of the README, in Markdown: formats that run alike share a row."""
+    """Return the support table of the README in Markdown.
+
+    Formats of an op that run on the same architectures share a row.
+    """
     plain: dict[str, dict[str, torch.dtype]] = {
         "compute_offsets": {"int32, int64": torch.int32},
         "compute_routing": {"int32, int64": torch.int32},
@@ -347,9 +398,9 @@ def markdown_table() -> str:
         ("delayed FP8", FP8(scaling="delayed"), False),
     )
 
-    def cells(op: str, fmt: Format | None, **facts: Any) -> str:
+    def cells(op: str, fmt: Format | None, **options: Any) -> str:
         return " | ".join(
-            "yes" if support(op, fmt, arch, **facts) else "-" for arch in ARCHITECTURES
+            "yes" if support(op, fmt, arch, **options) else "-" for arch in ARCHITECTURES
         )
 
     rows = ["| op | operands | " + " | ".join(ARCHITECTURES) + " |"]
@@ -359,14 +410,18 @@ def markdown_table() -> str:
         if (op, None) in _RUNS:
             for title, dtype in plain.get(op, floats).items():
                 titles.setdefault(cells(op, None, dtype=dtype), []).append(title)
-        if any(other == op and name is not None for other, name in _RUNS):
+        if any(key[0] == op and key[1] is not None for key in _RUNS):
             for title, fmt, prepacked in formats:
-                if (op, fmt.name) not in _RUNS or (op in _OF_SOME and _why_not_format(op, fmt)):
+                if (op, fmt.name) not in _RUNS or (
+                    op in _GIVEN_SCALE_OPS and _why_format_unsupported(op, fmt)
+                ):
                     continue
                 titles.setdefault(cells(op, fmt, prepacked=prepacked), []).append(title)
-        if op in _ACTIVATES:
-            one = next(fmt for fmt in (None, NVFP4(), FP8()) if (op, fmt and fmt.name) in _RUNS)
-            titles.setdefault(cells(op, one, activation=True), []).append("each with an activation")
+        if op in _ACTIVATION_OPS:
+            example = next(fmt for fmt in (None, NVFP4(), FP8()) if (op, fmt and fmt.name) in _RUNS)
+            titles.setdefault(cells(op, example, activation=True), []).append(
+                "each with an activation"
+            )
         if op == "grouped_gemm":
             for title, fmt in (("FP8Block", FP8Block()), ("MXFP8", MXFP8()), ("NVFP4", NVFP4())):
                 key = cells(op, fmt, activation=True, result=fmt)

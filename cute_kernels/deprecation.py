@@ -10,9 +10,9 @@ def warn_deprecated(old: str, new: str, stacklevel: int = 3) -> None:
     """Warn that ``old`` is deprecated and name its replacement.
 
     Args:
-        old: the deprecated name, as users write it.
-        new: the name to use instead.
-        stacklevel: frames between this function and the user's line, plus one.
+        old: The deprecated name, as users write it.
+        new: The name to use instead.
+        stacklevel: Frames between this function and the user's line, plus one.
     """
     warnings.warn(
         f"{old} is deprecated and will be removed in the next release; use {new}",
@@ -25,8 +25,8 @@ def deprecated_attributes(module: str, names: Mapping[str, str]) -> Callable[[st
     """Return a module ``__getattr__`` that forwards old names.
 
     Args:
-        module: name of the module that has the old names.
-        names: old names and their replacements as ``"package.module:Name"``.
+        module: Name of the module that has the old names.
+        names: Old names and their replacements as ``"package.module:Name"``.
     """
 
     def forward(name: str) -> Any:
@@ -37,6 +37,22 @@ def deprecated_attributes(module: str, names: Mapping[str, str]) -> Callable[[st
         return getattr(importlib.import_module(target), attribute)
 
     return forward
+
+
+class DeprecatedAttribute:
+    """Descriptor that forwards an old attribute of a class and its instances to the new name.
+
+    Args:
+        old: The deprecated name.
+        new: The name to use instead.
+    """
+
+    def __init__(self, old: str, new: str) -> None:
+        self.old, self.new = old, new
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        warn_deprecated(f"{owner.__name__}.{self.old}", f"{owner.__name__}.{self.new}")
+        return getattr(owner if instance is None else instance, self.new)
 
 
 def deprecated_module(old: str, new: str) -> Callable[[str], Any]:

@@ -338,7 +338,7 @@ def _has_kernel(part: Tensor) -> bool:
     """
     if not isinstance(part, GroupedTensor) or part.grouping != "uniform":
         return False
-    level = part.format.second_level
+    level = part.format.global_scale
     runs_kernels = part.is_cuda or (part.is_cpu and active_backend(part.device).arch != "reference")
     return (level is None or level.per == "group") and runs_kernels
 

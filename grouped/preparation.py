@@ -211,7 +211,7 @@ def _format_of(weight: Weight, fmt: Format | None) -> Format | None:
     default, parameter = weight.recipe.weight, weight.module._parameters.get(weight.name)
     if fmt is None and isinstance(parameter, GroupedTensor):
         return parameter.format
-    if fmt is not None or default is None or not default.takes_scale:
+    if fmt is not None or default is None or not default.has_given_scale:
         return fmt or default
     # A history of scales is for a weight that changes in each step.
     return dataclasses.replace(default, scaling="current")  # type: ignore[call-arg, type-var]
@@ -357,7 +357,7 @@ def prepacks(recipe: Recipe, fmt: Format, device: torch.device) -> bool:
     """Tell whether weights of ``fmt`` are multiplied faster in the order of
     ``GroupedTensor.prepack`` there.
     """
-    level, arch = fmt.second_level, active_backend(device).arch
+    level, arch = fmt.global_scale, active_backend(device).arch
     can = fmt.element.per_byte > 1 and (level is None or level.per != "row")
     can = can and recipe.is_quantized and arch != "reference"
     return can and bool(support("grouped_gemm", fmt, arch, prepacked=True))

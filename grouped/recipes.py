@@ -19,11 +19,11 @@ import torch
 from torch.distributed import ProcessGroup
 
 from cute_kernels import formats
-from cute_kernels.capability import UnsupportedError, support
+from cute_kernels.capability import support
 from cute_kernels.formats import E5M2, Format
 from cute_kernels.ops.delayed_scaling.op import ALGORITHMS, check_margin
 from cute_kernels.ops.format_pairs import check_pair, check_transforms
-from cute_kernels.records import check_choice
+from cute_kernels.records import UnsupportedError, check_choice
 
 from .tensor.validation import check_format, check_size
 
@@ -92,7 +92,7 @@ class Recipe:
         missing = [name for name in ROLES if name not in roles]
         if roles and missing:
             raise ValueError(f"a recipe quantizes all roles or none; no format for {missing}")
-        level = None if self.weight is None else self.weight.second_level
+        level = None if self.weight is None else self.weight.global_scale
         if level is not None and level.per == "row":
             raise ValueError(f"weight must have one global scale per group, got {self.weight}")
         for name, fmt in roles.items():
@@ -102,7 +102,7 @@ class Recipe:
                 )
         for name, fmt in roles.items():
             _require_built(name, fmt)
-            if fmt.takes_scale and not self._updates_scales:
+            if fmt.has_given_scale and not self._updates_scales:
                 raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
         if self.input is not None and self.weight is not None and self.grad_output is not None:
             _check_products(self.input, self.weight, self.grad_output)
@@ -150,7 +150,7 @@ class Recipe:
     @property
     def takes_scales(self) -> bool:
         """Whether the scales are those of earlier steps: calls need a ``DelayedScaling``."""
-        return self.weight is not None and self.weight.takes_scale
+        return self.weight is not None and self.weight.has_given_scale
 
 
 def _marking(role: str, fmt: Format) -> Format:

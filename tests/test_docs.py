@@ -8,7 +8,7 @@ import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import assert_same_bytes, each, has_compiler
+from tests.helpers import assert_same_bytes, has_compiler
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -69,10 +69,12 @@ def groups(q, shapes, **names):
     assert not q.dequantize()[29_696:].any()
 
 
-def distributed(dist, quantized, mine, y, moe, **_):
+def distributed(dist, quantized, local, y, moe, **_):
     dist.destroy_process_group()
     assert (
-        type(mine) is grouped.GroupedTensor and torch.equal(mine, quantized) and y.shape == (20, 32)
+        type(local) is grouped.GroupedTensor
+        and torch.equal(local, quantized)
+        and y.shape == (20, 32)
     )
     assert moe.experts.down.weight.grad is not None and moe.exchange.sent["dispatch"] == 0
 
@@ -86,7 +88,7 @@ def smaller(page, code):
     return code
 
 
-@each("page", [*PAGES])
+@pytest.mark.parametrize("page", [*PAGES])
 def test_blocks_run(page, tmp_path, monkeypatch):
     if Path(page).stem in LIBRARIES:
         pytest.importorskip(LIBRARIES[Path(page).stem], exc_type=ImportError)
@@ -102,6 +104,7 @@ def test_blocks_run(page, tmp_path, monkeypatch):
     CHECKS.get(page, lambda **names: None)(**names)
 
 
+@pytest.mark.emulated
 def test_the_emulated_example_gives_the_bits_of_a_tensor_core():
     names = {"cute_kernels": cute_kernels}
     first, *_, emulated = PAGES["README.md"]

@@ -2,8 +2,9 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from cute_kernels import capability
-from tests.helpers import each
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -25,6 +26,6 @@ def test_ci_runs_the_second_command():
     assert found.stdout.strip() == commands[1]
 
 
-@each("folder", ["cute_kernels", "grouped", "tests", "perf"])
+@pytest.mark.parametrize("folder", ["cute_kernels", "grouped", "tests", "perf"])
 def test_folders_are_named(folder):
     assert f"| `{folder}/` |" in README

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from cutlass import Float32, Uint32, cute
 
+from ..arch import get_arch
 from .convert import unpack_pair
 from .ptx import asm, bits_as_f32, f32_as_bits
 
@@ -33,9 +34,9 @@ def absmax_pairs(words: Sequence[Uint32], dtype: str, nan: bool = False) -> Uint
 
 
 def _fmax_abs(numbers: Sequence[Float32], arch: str, nan: bool) -> Float32:
-    """The largest magnitude. sm_100a has a maximum of three."""
+    """Return the largest magnitude."""
     text, step = f"max{_NAN[nan]}.abs.f32 $0, $1, $2, $3;", 2
-    if arch == "sm_90a":
+    if not get_arch(arch).has_three_input_max:
         text, step = f"{{ .reg .f32 t; abs.f32 t, $2; max{_NAN[nan]}.f32 $0, $1, t; }}", 1
     out, numbers = Float32(0.0), [*numbers]
     numbers += numbers[-1:] * (-len(numbers) % step)

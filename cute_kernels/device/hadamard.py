@@ -9,6 +9,7 @@ from typing import Any
 
 from cutlass import Float32, Uint32, Uint64
 
+from ..arch import get_arch
 from .convert import pack_words, unpack_pair
 from .ptx import asm
 
@@ -24,12 +25,12 @@ _LANES: dict[str, tuple[type, str]] = {"sm_90a": (Float32, "f32"), "sm_100a": (U
 
 def transform_words(words: Sequence[Uint32], arch: str) -> list[Uint32]:
     """Two bf16 columns of a chunk, 16 words, transformed in fp32 and rounded to bf16."""
-    if arch == "sm_100a":
+    if get_arch(arch).has_f32x2:
         columns = [[_widen(word) for word in words]]
     else:
         columns = list(zip(*(unpack_pair(word, "bfloat16") for word in words), strict=True))
     done = [_stages(_first_stage(column, arch), arch, _HALF // 2) for column in columns]
-    if arch == "sm_100a":
+    if get_arch(arch).has_f32x2:
         return [_narrow(pair) for pair in done[0]]
     return [pack_words(pair, "bfloat16")[0] for pair in zip(*done, strict=True)]
 
@@ -78,7 +79,7 @@ def _op(name: str, arch: str, *operands: Any) -> Any:
 
 def _constant(number: float, arch: str) -> Any:
     """A number, of which the high half of the bits is not zero, for ``_op``."""
-    if arch == "sm_90a":
+    if not get_arch(arch).has_f32x2:
         return Float32(number)
     bits = 0x3E800000 | (number < 0) << 31
     return Uint64(bits << 32 | bits)

@@ -1,8 +1,9 @@
-"""The low-precision formats: what a quantized tensor's bytes mean, one record a format.
+"""Low-precision formats: one record per format states what the bytes of a quantized tensor mean.
 
-The only place that spells out block sizes and maxima; everything else asks a record.
+This is the only package that spells out block sizes and maxima; all other code asks a record.
 """
 
+from ..deprecation import deprecated_attributes
 from ..records import UnsupportedError
 from .base import (
     E2M1,
@@ -14,7 +15,7 @@ from .base import (
     BlockScale,
     ElementType,
     Format,
-    SecondLevel,
+    GlobalScale,
     parse,
 )
 from .fp8 import FP8
@@ -36,7 +37,9 @@ __all__ = [
     "ElementType",
     "FP8Block",
     "Format",
-    "SecondLevel",
+    "GlobalScale",
     "UnsupportedError",
     "parse",
 ]
+
+__getattr__ = deprecated_attributes(__name__, {"SecondLevel": "cute_kernels.formats:GlobalScale"})

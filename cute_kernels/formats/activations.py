@@ -42,10 +42,10 @@ class Curve(NamedTuple):
     Attributes:
         family: ``"rectified"`` is max(x, 0); ``"tanh"`` is GELU's; ``"sigmoid"`` is x times the
             sigmoid of ``alpha`` x.
-        alpha: the factor of the sigmoid's argument; None where the activation has it as a
+        alpha: The factor of the sigmoid's argument; None where the activation has it as a
             parameter.
-        is_squared: the result is squared.
-        is_clamped: the argument is clamped at the activation's ``limit``.
+        is_squared: The result is squared.
+        is_clamped: The argument is clamped at the activation's ``limit``.
     """
 
     family: Literal["rectified", "tanh", "sigmoid"]
@@ -91,12 +91,12 @@ class Activation(Record):
     the last dimension, and gives ``act(A) * B``; a clamped one ``act(A) * (clamp(B) + 1)``.
 
     Args:
-        name: one of ``ACTIVATIONS``.
-        alpha: what ``clamped_swiglu`` multiplies the argument of its sigmoid by.
-        limit: where ``clamped_swiglu`` clamps: A from above, B from both sides.
+        name: One of ``ACTIVATIONS``.
+        alpha: What ``clamped_swiglu`` multiplies the argument of its sigmoid by.
+        limit: Where ``clamped_swiglu`` clamps: A from above, B from both sides.
 
     Raises:
-        ValueError: a name that is none, a parameter out of [2^-64, 2^64], or one of an
+        ValueError: A name that is none, a parameter out of [2^-64, 2^64], or one of an
             activation that has no parameters.
     """
 
@@ -158,7 +158,7 @@ def formula_of(act: Activation, formulas: Mapping[str, F]) -> F:
     activation.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: There is none.
     """
     family = curve_of(act).family
     if family not in formulas:
@@ -188,7 +188,7 @@ def parse_activation(text: str) -> Activation:
     """The record that ``Activation.text`` stands for, such as ``"clamped_swiglu:limit=5.0"``.
 
     Raises:
-        ValueError: there is no such activation, it has no such parameter or value, or its
+        ValueError: There is no such activation, it has no such parameter or value, or its
             record has another text: parameters at their defaults are left out.
     """
     return read("activation", dict.fromkeys(ACTIVATIONS, Activation), text)

@@ -1,8 +1,9 @@
-"""What every format record says, and the one text that stands for a record.
+"""Base class of the format records, and the text that stands for a record.
 
-A format says *what* is stored, never *how* it is computed: the element, the block scale, the level
-of scaling above the blocks, and how the columnwise copy lies. Whoever handles quantized bytes asks
-the record for these facts, so a format is added by its record and its codecs.
+A format record states *what* is stored, not *how* it is computed: the element type, the block scale,
+the global scale above the blocks, and the orientation of the columnwise copy. Code that handles
+quantized bytes asks the record for these facts. A format is therefore added by a record and its
+codecs.
 """
 
 import abc
@@ -13,19 +14,20 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
+from ..deprecation import DeprecatedAttribute, deprecated_attributes, warn_deprecated
 from ..records import Record, check_choice, read
 
 
 @dataclasses.dataclass(frozen=True)
 class ElementType:
-    """One number as it is stored.
+    """Number type of stored elements.
 
     Attributes:
-        name: its name in kernels and in the text of a record.
-        bits: its width.
-        max: its largest finite magnitude.
-        dtype: the dtype of buffers that hold it; uint8 where several share a byte, the even
-            index in the low bits.
+        name: Name in kernels and in the text of a record.
+        bits: Width in bits.
+        max: Largest finite magnitude.
+        dtype: Dtype of buffers that hold the elements; uint8 if several elements share a byte,
+            with the element of even index in the low bits.
     """
 
     name: str
@@ -35,44 +37,44 @@ class ElementType:
 
     @property
     def per_byte(self) -> int:
-        """Elements packed into one byte, the even index in the low bits."""
+        """Number of elements in one byte; the element of even index is in the low bits."""
         return 8 // self.bits
 
     @property
-    def holds_nan(self) -> bool:
-        """Whether one of its codes is NaN: so it is of the numbers that PyTorch has a dtype for."""
+    def has_nan(self) -> bool:
+        """True if a code stands for NaN, as in every number type that PyTorch has a dtype for."""
         return self.dtype.is_floating_point
 
     def count(self, width: int) -> int:
-        """Numbers in a row of ``width`` entries of the storage dtype."""
+        """Return the number of elements in a row of ``width`` entries of the storage dtype."""
         return width * self.dtype.itemsize * 8 // self.bits
 
     def width(self, count: int) -> int:
-        """Entries of the storage dtype that ``count`` numbers take."""
+        """Return the number of entries of the storage dtype that ``count`` elements take."""
         return -(-count * self.bits // (self.dtype.itemsize * 8))
 
 
 E2M1 = ElementType("e2m1", 4, 6.0, torch.uint8)
 E4M3 = ElementType("e4m3", 8, 448.0, torch.float8_e4m3fn)
 E5M2 = ElementType("e5m2", 8, 57344.0, torch.float8_e5m2)
-#: A power of two; byte ``e`` is 2^(e - 127).
+#: Powers of two; byte ``e`` stands for 2^(e - 127).
 E8M0 = ElementType("e8m0", 8, 2.0**127, torch.float8_e8m0fnu)
 F32 = ElementType("f32", 32, torch.finfo(torch.float32).max, torch.float32)
 
-#: The FP8 element types by the dtype that users name them by.
+#: FP8 element types by the PyTorch dtype that users name them by.
 FP8_ELEMENTS = {e.dtype: e for e in (E4M3, E5M2)}
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockScale:
-    """The scale that the elements of one block share.
+    """Scale that the elements of one block share.
 
     Attributes:
-        element: the number type of the scale.
-        vec_size: elements of a block along the blocked direction.
+        element: Number type of the scale.
+        vec_size: Number of elements in a block, along the direction of the blocks.
         layout: ``"tiles_128x4"``, bytes in 512-byte tiles of 128 rows by 4 scales, the order
             that Blackwell's block-scaled MMA reads; or ``"mn_major"``, one row of scales
-            for each block along the blocked direction.
+            for each block along the direction of the blocks.
     """
 
     element: ElementType
@@ -89,14 +91,15 @@ class BlockScale:
 
 
 @dataclasses.dataclass(frozen=True)
-class SecondLevel:
-    """The scaling above the blocks, in fp32: a value is code * block scale * (level * factor).
+class GlobalScale:
+    """Fp32 scale above the block scales: a value is code * block scale * (global * factor).
 
     Attributes:
-        per: whether each group or each row has one.
-        buffers: the vectors that are kept for it, the first of which decodes.
-        factor: what the first buffer is multiplied by to decode, rounded to fp32.
-        is_shared: both directions read the same vectors; otherwise each has its own.
+        per: ``"group"`` for one scale per group, ``"row"`` for one scale per row.
+        buffers: Names of the vectors that are stored for it. The first one decodes.
+        factor: Multiplier of the first vector when it decodes, rounded to fp32.
+        is_shared: True if both directions read the same vectors; otherwise each direction has
+            vectors of its own.
     """
 
     per: Literal["group", "row"]
@@ -108,24 +111,44 @@ class SecondLevel:
         check_choice("per", self.per, ("group", "row"))
 
 
-class Format(Record, abc.ABC):
-    """Base of the format records: frozen dataclasses, hashable, validated when made.
+#: Old names of the class attributes of formats, and their replacements.
+_OLD_NAMES = {
+    "second_level": "global_scale",
+    "columnwise_level": "columnwise_global_scale",
+    "level": "global_scale_for",
+    "truncates": "rounds_activation",
+    "how_made": "encode_only_fields",
+    "takes_scale": "has_given_scale",
+    "as_decoded": "for_decoding",
+    "of_copy": "for_direction",
+    "chooses_scales": "searches_scale",
+    "decodes_by": "decoder_kind",
+    "without_marks": "without_nan_scales",
+}
+#: Attributes that ``Format.__post_init__`` computes; pickles leave them out.
+_COMPUTED = ("_global_scales", "_buffer_names", "_operand_names")
 
-    Records are safe to use as dictionary keys, ``torch.compile`` guards and members of a recipe.
+
+class Format(Record, abc.ABC):
+    """Base class of the format records, which are frozen, hashable dataclasses.
+
+    A record is validated when it is constructed. It may be a dictionary key, a ``torch.compile``
+    guard and a member of a recipe.
 
     Attributes:
-        name: the name of the format, the first word of its text.
-        scale: the scale of a block; None where there are no blocks.
-        columnwise: whether the columnwise copy is the transpose of the rows of each group, in
-            slot columns, or keeps their orientation, in slot rows.
-        k_multiple: what the last dimension of a tensor must be a multiple of.
-        truncates: what an activation makes of a bf16 or fp16 tensor is rounded to that dtype
-            before it is quantized, so that it gives the codes of an activation that is
-            stored.
-        how_made: fields that say how codes are made, which who decodes them need not know.
-        nan_scales: what is not finite decodes to NaN, with all that shares its scale; see
-            ``amaxes_keep_nan``. Finite numbers have the same bytes either way. Without it
-            an infinity saturates, and E2M1, which has no NaN, makes a number of one.
+        name: Name of the format, the first word of its text.
+        scale: Scale of a block; None if the format has no blocks.
+        columnwise: ``"transposed"`` if the columnwise copy is the transpose of the rows of each
+            group, in slot columns; ``"untransposed"`` if it keeps their orientation, in slot
+            rows.
+        k_multiple: Number that must divide the last dimension of a tensor.
+        rounds_activation: True if the result of an activation of a bf16 or fp16 tensor is
+            rounded to that dtype before it is quantized. The codes then equal those of an
+            activation that is stored first.
+        encode_only_fields: Names of the fields that affect encoding but not decoding.
+        nan_scales: True if NaN and infinity, and all elements that share their scale, decode to
+            NaN; see ``amaxes_keep_nan``. Finite tensors have the same bytes either way. If
+            False, infinity saturates, and E2M1, which has no NaN, turns NaN into a number.
     """
 
     name: ClassVar[str]
@@ -133,52 +156,87 @@ class Format(Record, abc.ABC):
     scale: ClassVar[BlockScale | None]
     columnwise: ClassVar[Literal["transposed", "untransposed"]]
     k_multiple: ClassVar[int]
-    truncates: ClassVar[bool] = True
-    how_made: ClassVar[tuple[str, ...]] = ()
-    #: A field of records that have it.
+    rounds_activation: ClassVar[bool] = True
+    encode_only_fields: ClassVar[tuple[str, ...]] = ()
+    #: A field in the records that support it.
     nan_scales: bool = False
+    #: By direction, rowwise first. Every call of an op reads them, so they are computed once.
+    _global_scales: tuple[GlobalScale | None, GlobalScale | None]
+    _buffer_names: tuple[tuple[str, ...], tuple[str, ...]]
+    _operand_names: tuple[tuple[str, ...], tuple[str, ...]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for old in _OLD_NAMES.keys() & cls.__dict__.keys():
+            new = _OLD_NAMES[old]
+            warn_deprecated(f"{cls.__name__}.{old}", f"{cls.__name__}.{new}")
+            setattr(cls, new, cls.__dict__[old])
+            delattr(cls, old)
+            # ``dataclass`` reads the attribute of each annotation.
+            cls.__dict__.get("__annotations__", {}).pop(old, None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._compute()
+
+    def _compute(self) -> None:
+        """Compute the attributes in ``_COMPUTED``."""
+        scales = self.global_scale, self.columnwise_global_scale
+        names = _buffers(self, columnwise=False), _buffers(self, columnwise=True)
+        unread = 0 if scales[0] is None else len(scales[0].buffers) - 1
+        operands = tuple(buffers[: len(buffers) - unread] for buffers in names)
+        object.__setattr__(self, "_global_scales", scales)
+        object.__setattr__(self, "_buffer_names", names)
+        object.__setattr__(self, "_operand_names", operands)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _COMPUTED}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._compute()
 
     @property
     def element(self) -> ElementType:
-        """What a code is: of a record with a ``dtype`` that FP8 element."""
+        """Number type of the codes; by default the FP8 type that the field ``dtype`` names."""
         return FP8_ELEMENTS[self.dtype]  # type: ignore[attr-defined,no-any-return]
 
     @property
     @abc.abstractmethod
-    def second_level(self) -> SecondLevel | None:
-        """The scaling above the blocks of the rowwise copy; None where there is none."""
+    def global_scale(self) -> GlobalScale | None:
+        """Global scale of the rowwise copy; None if the format has none."""
 
     @property
-    def columnwise_level(self) -> SecondLevel | None:
-        """The scaling above the blocks of the columnwise copy, which no row has for itself."""
-        level = self.second_level
-        return level and dataclasses.replace(level, per="group")
+    def columnwise_global_scale(self) -> GlobalScale | None:
+        """Global scale of the columnwise copy, which is per group also if rows have their own."""
+        scale = self.global_scale
+        return scale and dataclasses.replace(scale, per="group")
 
-    def level(self, columnwise: bool) -> SecondLevel | None:
-        """The scaling above the blocks of one direction."""
-        return self.columnwise_level if columnwise else self.second_level
+    def global_scale_for(self, columnwise: bool) -> GlobalScale | None:
+        """Return the global scale of one direction; None if the format has none."""
+        return self._global_scales[columnwise]
 
     @property
     def has_scale_tiles(self) -> bool:
-        """Whether block scales lie in 128x4 tiles, one for each row also of a square block."""
+        """True if block scales lie in 128x4 tiles, one per row also if blocks are square."""
         return self.scale is not None and self.scale.layout == "tiles_128x4"
 
     @property
     def has_squares(self) -> bool:
-        """Whether one number is stored for the scale of a square block."""
+        """True if blocks are square and the scale of a block is stored once."""
         return self.is_2d and self.scale is not None and not self.has_scale_tiles
 
     @property
     def has_pow2_scales(self) -> bool:
-        """Whether every block scale is a power of two."""
+        """True if every block scale is a power of two."""
         return self.scale is not None and self.scale.element == E8M0
 
     @property
-    def decodes_by(self) -> Literal["nibbles", "bytes"] | None:
-        """How kernels make bf16 or fp16 numbers of codes; None where none does.
+    def decoder_kind(self) -> Literal["nibbles", "bytes"] | None:
+        """Decoder that turns codes into bf16 or fp16 numbers in kernels; None if there is none.
 
-        ``"nibbles"`` are E2M1 codes with E4M3 scales of 16, ``"bytes"`` codes of a byte with scales
-        of any kind.
+        ``"nibbles"`` decodes E2M1 codes with E4M3 scales of 16 elements, ``"bytes"`` decodes
+        one-byte codes with scales of any kind.
         """
         if (
             self.element == E2M1
@@ -189,89 +247,100 @@ class Format(Record, abc.ABC):
         return "bytes" if self.element.bits == 8 else None
 
     @property
-    def takes_scale(self) -> bool:
-        """Whether the caller gives the scale of each group, which else follows from its amax."""
+    def has_given_scale(self) -> bool:
+        """True if the caller gives the scale of each group; otherwise it follows from the amax."""
         return False
 
     @property
     def amaxes_keep_nan(self) -> bool:
-        """True if the amax of a block, row or group that holds a NaN is NaN, and with it the scale.
+        """True if the amax of a block, row or group that contains NaN is NaN, and so is its scale.
 
-        This is what ``nan_scales`` asks for if no code is NaN. Codes that hold a NaN need it not:
-        amaxes pass over the NaN, and a scale is NaN if its amax is infinite.
+        ``nan_scales`` needs this if no code stands for NaN. If codes can stand for NaN, amaxes
+        ignore NaN, and a scale is NaN if its amax is infinite.
         """
-        return self.nan_scales and not self.element.holds_nan
+        return self.nan_scales and not self.element.has_nan
 
     @property
-    def without_marks(self) -> "Format":
-        """The record without ``nan_scales``, as users of recipes write it."""
+    def without_nan_scales(self) -> "Format":
+        """Record without ``nan_scales``, as users write it in recipes."""
         return dataclasses.replace(self, nan_scales=False) if self.nan_scales else self  # type: ignore[type-var]
 
     @property
-    def as_decoded(self) -> "Format":
-        """What is said to who decodes: the fields of ``how_made`` are at their defaults."""
-        if not self.how_made:
+    def for_decoding(self) -> "Format":
+        """Record with its encode-only fields at their defaults, which decodes the same."""
+        if not self.encode_only_fields:
             return self
-        fields = {f.name: f.default for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-        made = {name: fields[name] for name in self.how_made}
-        return dataclasses.replace(self, **made)  # type: ignore[type-var]
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        changes = {name: defaults[name] for name in self.encode_only_fields}
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
-    def of_copy(self, columnwise: bool) -> "Format":
-        """The record that says the same of one direction, and no more: copies of equal bytes share
-        their kernels.
+    def for_direction(self, columnwise: bool) -> "Format":
+        """Return an equivalent record that keeps only what matters for one direction.
+
+        Formats whose copies have equal bytes then share a kernel.
         """
         return self
 
     @property
     def is_2d(self) -> bool:
-        """Whether one scale covers a square block, so that both directions hold equal values."""
+        """True if a scale covers a square block, so that both directions hold equal values."""
         block: tuple[int, int] = getattr(self, "block", (1, 1))
         return block[0] > 1
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether codes are rounded by random bits, so that quantizing takes a seed."""
+        """True if codes are rounded stochastically, so that quantization takes a seed."""
         return False
 
     @property
-    def chooses_scales(self) -> bool:
-        """Whether all elements of a block decide its scale, not its amax alone."""
+    def searches_scale(self) -> bool:
+        """True if the scale of a block depends on all of its elements, not on its amax alone."""
         return False
 
     @property
     def is_transformed(self) -> bool:
-        """Whether the columnwise copy is of a transform of the values along the rows of a group.
+        """True if the columnwise copy quantizes a transform of the values along a group's rows.
 
-        It then has amaxes of its own, holds whole blocks of a group's rows, is made of bf16 values
-        only, and is multiplied over those rows by copies with the same transform only.
+        The copy then has amaxes of its own, contains whole blocks of a group's rows, and can be
+        made from bf16 values only. A GEMM that reduces over these rows needs both operands to have
+        the same transform.
         """
         return False
 
     def buffer_names(self, columnwise: bool) -> tuple[str, ...]:
-        """The buffers of one direction: codes, block scales, and the vectors of the second level.
+        """Return the names of one direction's buffers: codes, block scales, global-scale vectors.
 
-        Those of the columnwise copy end in ``_t``, unless both directions share them.
+        Names of the columnwise copy end in ``_t``, except for vectors that both directions share.
         """
-        own = ["codes"] if self.scale is None else ["codes", "scales"]
-        level = self.second_level
-        shared = list(level.buffers) if level is not None else []
-        if level is not None and not level.is_shared:
-            own, shared = own + shared, []
-        return (*(f"{name}_t" if columnwise else name for name in own), *shared)
+        return self._buffer_names[columnwise]
 
     def operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        """The buffers of one direction that a reader needs: of the second level the one it has."""
-        names = self.buffer_names(columnwise)
-        level = self.second_level
-        return names if level is None else names[: len(names) - len(level.buffers) + 1]
+        """Return the buffers of one direction that decode: of the global scale only the first."""
+        return self._operand_names[columnwise]
 
 
-def as_block(value: object, choices: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """``value``, rows and columns of a block, as a tuple.
+for _old, _new in _OLD_NAMES.items():
+    setattr(Format, _old, DeprecatedAttribute(_old, _new))
+
+
+def _buffers(fmt: Format, columnwise: bool) -> tuple[str, ...]:
+    """Compute ``Format.buffer_names``."""
+    names = ["codes"] if fmt.scale is None else ["codes", "scales"]
+    shared: tuple[str, ...] = ()
+    if fmt.global_scale is not None:
+        if fmt.global_scale.is_shared:
+            shared = fmt.global_scale.buffers
+        else:
+            names.extend(fmt.global_scale.buffers)
+    return (*(f"{name}_t" if columnwise else name for name in names), *shared)
+
+
+def parse_block(value: object, choices: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """Return ``value``, the rows and columns of a block, as a tuple.
 
     Raises:
-        TypeError: it is no pair.
-        ValueError: it is none of ``choices``.
+        TypeError: ``value`` is not a tuple or list.
+        ValueError: ``value`` is not one of ``choices``.
     """
     if not isinstance(value, (tuple, list)):
         hint = ": a dtype is given as dtype=" if isinstance(value, torch.dtype) else ""
@@ -280,13 +349,13 @@ def as_block(value: object, choices: tuple[tuple[int, int], ...]) -> tuple[int, 
     return tuple(value)
 
 
-F = TypeVar("F", bound=type[Format])
-#: The classes of records by the name of their format.
+FormatClass = TypeVar("FormatClass", bound=type[Format])
+#: Record classes by the name of their format.
 RECORDS: dict[str, type[Format]] = {}
 
 
-def record(cls: F) -> F:
-    """Class decorator: ``parse`` makes records of this class."""
+def record(cls: FormatClass) -> FormatClass:
+    """Register a record class, so that ``parse`` can construct it; a class decorator."""
     check_choice("columnwise", cls.columnwise, ("transposed", "untransposed"))
     RECORDS[cls.name] = cls
     return cls
@@ -294,11 +363,15 @@ def record(cls: F) -> F:
 
 @functools.lru_cache(maxsize=256)
 def parse(text: str) -> Format:
-    """The record that ``Format.text`` stands for.
+    """Return the record whose ``Format.text`` is ``text``.
 
     Raises:
-        ValueError: there is no such format, it has no such field or value, or its record has
-            another text: fields at their defaults are left out, the others in the record's
-            order.
+        ValueError: There is no such format, field or value; or the record has another text,
+            which leaves out fields at their defaults and has the others in the record's order.
     """
     return read("format", RECORDS, text)
+
+
+__getattr__ = deprecated_attributes(
+    __name__, {"SecondLevel": "cute_kernels.formats.base:GlobalScale"}
+)

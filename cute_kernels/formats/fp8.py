@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 
 from ..records import check_choice, check_kind
-from .base import FP8_ELEMENTS, Format, SecondLevel, record
+from .base import FP8_ELEMENTS, Format, GlobalScale, record
 
 
 @record
@@ -16,10 +16,10 @@ class FP8(Format):
 
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        scaling: ``"current"`` takes the scale from this tensor's amax; ``"delayed"`` takes one
-            that the caller made from the amaxes of earlier tensors, and gives this tensor's
-            amax.
-        nan_scales: the scale of a group that holds an infinity is NaN, as in ``Format``.
+        scaling: ``"current"`` computes the scale from this tensor's amax. ``"delayed"`` takes a
+            scale that the caller computed from the amaxes of earlier tensors, and returns
+            this tensor's amax.
+        nan_scales: Make the scale of a group that contains infinity NaN; see ``Format``.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn
@@ -29,13 +29,13 @@ class FP8(Format):
     name: ClassVar[str] = "fp8"
     scale: ClassVar[None] = None
     #: A value is code * scale_inv.
-    second_level: ClassVar[SecondLevel] = SecondLevel(
+    global_scale: ClassVar[GlobalScale] = GlobalScale(
         "group", ("scale_inv", "scale", "amax"), is_shared=True
     )
     columnwise: ClassVar[Literal["transposed"]] = "transposed"
     k_multiple: ClassVar[int] = 16
-    truncates: ClassVar[bool] = False
-    how_made: ClassVar[tuple[str, ...]] = ("scaling", "nan_scales")
+    rounds_activation: ClassVar[bool] = False
+    encode_only_fields: ClassVar[tuple[str, ...]] = ("scaling", "nan_scales")
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
@@ -44,6 +44,6 @@ class FP8(Format):
         super().__post_init__()
 
     @property
-    def takes_scale(self) -> bool:
-        """Whether the scale comes from the caller."""
+    def has_given_scale(self) -> bool:
+        """True if the caller gives the scales."""
         return self.scaling == "delayed"

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 
 from ..records import check_choice, check_kind
-from .base import F32, FP8_ELEMENTS, BlockScale, Format, as_block, record
+from .base import F32, FP8_ELEMENTS, BlockScale, Format, parse_block, record
 
 
 @record
@@ -17,9 +17,9 @@ class FP8Block(Format):
     Args:
         block: (1, 128) for activations and gradients, (128, 128) for weights.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        pow2_scales: scales are rounded down to powers of two.
-        amax_epsilon: lower bound of a block's amax.
-        nan_scales: the scale of a block that holds an infinity is NaN, as in ``Format``.
+        pow2_scales: Round scales down to powers of two.
+        amax_epsilon: Lower bound of a block's amax.
+        nan_scales: Make the scale of a block that contains infinity NaN; see ``Format``.
     """
 
     block: tuple[int, int] = (1, 128)
@@ -30,14 +30,14 @@ class FP8Block(Format):
 
     name: ClassVar[str] = "fp8_block"
     scale: ClassVar[BlockScale] = BlockScale(F32, 128, "mn_major")
-    second_level: ClassVar[None] = None
+    global_scale: ClassVar[None] = None
     columnwise: ClassVar[Literal["transposed"]] = "transposed"
     k_multiple: ClassVar[int] = 16
-    how_made: ClassVar[tuple[str, ...]] = ("pow2_scales", "amax_epsilon", "nan_scales")
+    encode_only_fields: ClassVar[tuple[str, ...]] = ("pow2_scales", "amax_epsilon", "nan_scales")
     blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 128), (128, 128))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block", as_block(self.block, self.blocks))
+        object.__setattr__(self, "block", parse_block(self.block, self.blocks))
         check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
         check_kind(bool, pow2_scales=self.pow2_scales, nan_scales=self.nan_scales)
         check_kind(float, amax_epsilon=self.amax_epsilon)
@@ -49,5 +49,5 @@ class FP8Block(Format):
 
     @property
     def has_pow2_scales(self) -> bool:
-        """Whether every block scale is a power of two."""
+        """True if every block scale is a power of two."""
         return self.pow2_scales

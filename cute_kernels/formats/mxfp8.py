@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 
 from ..records import check_choice, check_kind
-from .base import E8M0, FP8_ELEMENTS, BlockScale, Format, as_block, record
+from .base import E8M0, FP8_ELEMENTS, BlockScale, Format, parse_block, record
 
 
 @record
@@ -16,8 +16,8 @@ class MXFP8(Format):
 
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        block: (1, 32), or (32, 32) where both directions hold the same codes.
-        nan_scales: the scale of a block that holds an infinity is NaN, as in ``Format``.
+        block: (1, 32), or (32, 32), so that both directions hold the same codes.
+        nan_scales: Make the scale of a block that contains infinity NaN; see ``Format``.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn
@@ -26,15 +26,15 @@ class MXFP8(Format):
 
     name: ClassVar[str] = "mxfp8"
     scale: ClassVar[BlockScale] = BlockScale(E8M0, 32, "tiles_128x4")
-    second_level: ClassVar[None] = None
+    global_scale: ClassVar[None] = None
     columnwise: ClassVar[Literal["untransposed"]] = "untransposed"
     k_multiple: ClassVar[int] = 32
-    #: The scale of a square block is stored once a row.
-    how_made: ClassVar[tuple[str, ...]] = ("block", "nan_scales")
+    #: ``block`` does not affect decoding: the scale of a square block is stored once per row.
+    encode_only_fields: ClassVar[tuple[str, ...]] = ("block", "nan_scales")
     blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 32), (32, 32))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block", as_block(self.block, self.blocks))
+        object.__setattr__(self, "block", parse_block(self.block, self.blocks))
         check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
         check_kind(bool, nan_scales=self.nan_scales)
         super().__post_init__()

@@ -141,7 +141,7 @@ def buffers(
         ]
         if fmt.scale is not None:
             specs.append(_scales(fmt, batch, tiles, cols, is_columnwise))
-        level = fmt.level(is_columnwise)
+        level = fmt.global_scale_for(is_columnwise)
         if level is not None:
             vector = tuple(rows) if level.per == "row" else (groups,)
             specs += [BufferSpec(vector, torch.float32)] * len(level.buffers)
@@ -178,7 +178,7 @@ def member_parts(
 
 
 def _vectors(fmt: Format) -> set[str]:
-    levels = ((way, fmt.level(way)) for way in (False, True))
+    levels = ((way, fmt.global_scale_for(way)) for way in (False, True))
     return {
         name
         for way, level in levels

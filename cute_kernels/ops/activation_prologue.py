@@ -60,15 +60,17 @@ def check_prologue(
 
 
 def elements_of(
-    x: Tensor, activation: str | None, *, truncates: bool = False
+    x: Tensor, activation: str | None, *, rounds_activation: bool = False
 ) -> reference.Elements:
     """The elements that the reference backend quantizes.
 
     Args:
         x: (T, W) or (G, N, W).
         activation: its text, or None.
-        truncates: what the activation makes is rounded to the dtype of ``x``.
+        rounds_activation: what the activation makes is rounded to the dtype of ``x``.
     """
     return reference.Elements(
-        x, None if activation is None else parse_activation(activation), truncates=truncates
+        x,
+        None if activation is None else parse_activation(activation),
+        rounds_activation=rounds_activation,
     )

@@ -45,7 +45,7 @@ def decode(element: ElementType, codes: Tensor) -> Tensor:
     """Exact fp32 values of codes as they are stored: packed if they share bytes."""
     if element == E2M1:
         return unpack_codes(codes)
-    if not element.holds_nan:
+    if not element.has_nan:
         raise UnsupportedError(
             f"nothing decodes codes of {element.name}, which PyTorch has no dtype for"
         )

@@ -35,7 +35,7 @@ def dequantize(
 
 
 def _dequantize_rows(codec: Codec, groups: Groups, copy: Mapping[str, Tensor], out: Tensor) -> None:
-    scale, level, cols = codec.fmt.scale, codec.fmt.second_level, out.shape[1]
+    scale, level, cols = codec.fmt.scale, codec.fmt.global_scale, out.shape[1]
     vec = cols if scale is None else scale.vec_size
     row, slot = groups.slot_of_row()
     group = groups.group_of_row()
@@ -55,7 +55,7 @@ def _dequantize_tiles(
     codec: Codec, groups: Groups, copy: Mapping[str, Tensor], out: Tensor
 ) -> None:
     fmt, scale, cols = codec.fmt, codec.fmt.scale, out.shape[1]
-    level = fmt.columnwise_level
+    level = fmt.columnwise_global_scale
     vec = TILE_ROWS if scale is None else scale.vec_size
     codes = code_tiles(fmt, copy["codes"])
     for tile, group, row in tile_parts(groups, cols):

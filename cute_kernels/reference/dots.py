@@ -111,7 +111,7 @@ def _mixed(a: Rows, b: Rows, adder: Adder) -> Tensor:
     dtype = next((x.codes.dtype for x in (a, b) if x.fmt is None), torch.bfloat16)
     left, right = a.values(torch.float32), b.values(torch.float32)
     if adder.tensor_core == "sm_90a" and any(
-        x.fmt and x.fmt.decodes_by == "nibbles" for x in (a, b)
+        x.fmt and x.fmt.decoder_kind == "nibbles" for x in (a, b)
     ):
         return _hopper(left, right, dtype)
     return tensor_core_gemm(adder.tensor_core, left.to(dtype), right.to(dtype))

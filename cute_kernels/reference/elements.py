@@ -13,7 +13,7 @@ class Elements:
     """(rows, cols) elements of a plain tensor (T, W) or (G, N, W), or of what an activation makes
     of one.
 
-    With ``truncates`` that is rounded to the dtype of ``x`` (``Format.truncates``).
+    With ``rounds_activation`` that is rounded to the dtype of ``x`` (``Format.rounds_activation``).
 
     Attributes:
         rows: T, or G * N.
@@ -21,11 +21,11 @@ class Elements:
     """
 
     def __init__(
-        self, x: Tensor, activation: Activation | None = None, *, truncates: bool = False
+        self, x: Tensor, activation: Activation | None = None, *, rounds_activation: bool = False
     ) -> None:
         self._x = x.flatten(0, -2)
         self._activation = activation
-        self._truncates = truncates
+        self._rounds_activation = rounds_activation
         self.rows, self.cols = self._x.shape
         if activation is not None:
             self.cols = activation.width(self.cols)
@@ -38,7 +38,7 @@ class Elements:
         if self._activation is None:
             return x
         made = activate(x, self._activation)
-        return made.to(self.dtype).float() if self._truncates else made
+        return made.to(self.dtype).float() if self._rounds_activation else made
 
     def absmax(self, *, nan: bool = False) -> Tensor:
         """(rows,) fp32, the largest magnitude of each row;

@@ -76,7 +76,7 @@ class Operand(NamedTuple):
 
     def factor(self, group: int, rows: slice) -> Tensor | None:
         """The second level of a group, or of rows of it, as the epilogue multiplies by it."""
-        second = None if self.fmt is None else self.fmt.level(self.columnwise)
+        second = None if self.fmt is None else self.fmt.global_scale_for(self.columnwise)
         if second is None or self.level is None:
             return None
         if second.per != "row":

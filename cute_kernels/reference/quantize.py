@@ -32,7 +32,7 @@ class Given(NamedTuple):
         amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped. (2,
             G), rowwise and columnwise, where both are asked for of a format whose
             columnwise copy is transformed.
-        scale: (G,) fp32 scale per group, of formats that take it (``Format.takes_scale``).
+        scale: (G,) fp32 scale per group, of formats that take it (``Format.has_given_scale``).
         draws: what codes of stochastic formats are rounded by.
     """
 
@@ -57,7 +57,7 @@ def quantize(
     rowwise, columnwise = (_named(fmt, out, direction) for direction in (False, True))
     if rowwise and groups.is_uniform:
         rowwise = rows_first(rowwise)
-    if fmt.second_level is None:
+    if fmt.global_scale is None:
         # Nobody asks for amaxes of whole rows, which take a pass over all elements.
         per_row = torch.zeros(1, dtype=torch.float32, device=elements.device).expand(elements.rows)
     else:
@@ -71,7 +71,7 @@ def quantize(
     # What the scales of blocks follow from.
     second = per_group if given.scale is None else (given.scale, given.scale)
     if rowwise and not fmt.is_2d:
-        level = fmt.second_level
+        level = fmt.global_scale
         if level is not None and level.per == "row":
             g = per_row
         else:
@@ -136,7 +136,7 @@ def _store_level(
     scale: Tensor | None,
     columnwise: bool,
 ) -> None:
-    level = codec.fmt.level(columnwise)
+    level = codec.fmt.global_scale_for(columnwise)
     if level is None:
         return
     if level.per == "group":

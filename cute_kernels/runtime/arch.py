@@ -5,10 +5,11 @@ import functools
 
 import torch
 
-from ..capability import UnsupportedError
+from ..arch import ARCHS
+from ..records import UnsupportedError
 
-#: Compiler target -> the kernels that run there, as ``capability.ARCHITECTURES`` names them.
-TARGETS = {"sm_90a": "sm_90a", "sm_100a": "sm_100a", "sm_103a": "sm_100a"}
+#: Names of the architectures of ``ARCHS`` by compiler target.
+TARGETS = {target: arch.name for arch in ARCHS.values() for target in arch.targets}
 _EMULATED_PREFIX = "emulated:"
 
 

@@ -176,7 +176,7 @@ def _check_holds(key: str, weight: ExpertWeight, layout: Layout, stacked: bool) 
         return
     if held.grouping != "uniform":
         raise ValueError(f"{key} must be uniform (G, N, K), got {held!r}")
-    ours, theirs = ((f.element, f.scale, f.second_level) for f in (held.format, fmt))
+    ours, theirs = ((f.element, f.scale, f.global_scale) for f in (held.format, fmt))
     # Such scales are stored for every row, also where a square block has one.
     per_row = held.format.has_scale_tiles
     if ours != theirs or (not per_row and held.format.is_2d != fmt.is_2d):
@@ -233,7 +233,7 @@ def _split(held: Tensor, weight: ExpertWeight, fmt: Format) -> Iterator[list[Par
             yield [Parts(c, s, one.amax) for c, s in zip(codes, scales, strict=True)]
         return
     for expert in held:
-        amax = expert.abs().amax().float()[None] if fmt.second_level is not None else None
+        amax = expert.abs().amax().float()[None] if fmt.global_scale is not None else None
         yield [
             quantized(rows[None], fmt, amax).expert(0)
             for rows in split_rows(expert, count, weight.interleaved)

@@ -333,7 +333,7 @@ def w4a16_arguments(a: Tensor, b: GroupedTensor, offs: Tensor, transpose_b: bool
         raise ValueError(f"b must be uniform beside a plain a, got {b!r}")
     _check_uniform(b, "uniform")
     # A columnwise copy never has one global scale per row.
-    level = b.format.level(columnwise=transpose_b)
+    level = b.format.global_scale_for(columnwise=transpose_b)
     if b.prepacked or (level is not None and level.per == "row"):
         require("grouped_gemm_w4a16", b.format, "reference", prepacked=b.prepacked)
     codes, scales = _weights(a, b, transpose_b)

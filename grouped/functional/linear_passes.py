@@ -109,7 +109,7 @@ def _operand_from_buffers(
     return QuantizedOperand(
         rowwise=copy(False) if rowwise else None,
         columnwise=copy(True) if columnwise else None,
-        amax=named["amax"] if fmt.takes_scale else None,
+        amax=named["amax"] if fmt.has_given_scale else None,
     )
 
 
@@ -450,7 +450,7 @@ def _check_quantized_weight(weight: GroupedTensor, need_dx: bool) -> None:
     """Raise unless a weight that is quantized already has the copies that the products read."""
     if weight.grouping != "uniform":
         raise ValueError(f"weight must be uniform, got {weight!r}")
-    level = weight.format.second_level
+    level = weight.format.global_scale
     if level is not None and level.per == "row":
         raise ValueError(
             f"weight must have one global scale per group, got {weight.format}: row_scaled is for activations"

@@ -165,7 +165,7 @@ class LazyRows(NamedTuple):
         The activation is computed here if the quantizer cannot compute it: it has no interleaved
         activations, and must round their results to their dtype.
         """
-        if self.activation is not None and (self.interleaved or not fmt.truncates):
+        if self.activation is not None and (self.interleaved or not fmt.rounds_activation):
             return LazyRows(self.materialize(), self.offs)
         return self
 

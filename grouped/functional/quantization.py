@@ -213,9 +213,9 @@ def quantize(
     dtype, summed = x.dtype, x
     if act is not None and (dbias or grad is not None):
         summed = _made(
-            x, grad, act, ends, dtype if fmt.truncates and not dbias else torch.float32
+            x, grad, act, ends, dtype if fmt.rounds_activation and not dbias else torch.float32
         ).view(shape)
-        x, act = summed.to(dtype) if fmt.truncates else summed, None
+        x, act = summed.to(dtype) if fmt.rounds_activation else summed, None
     if out is None:
         directions = (rowwise, columnwise)
         buffers = ops.grouped_quantize(
@@ -225,7 +225,7 @@ def quantize(
             _allow_assemble()
         out = assemble(shape, dtype, fmt.text, ends, buffers, *directions, members)
     else:
-        if fmt.takes_scale and scale is None:
+        if fmt.has_given_scale and scale is None:
             raise ValueError(f"scale is missing: {fmt.text} takes (G,) fp32 scales")
         _check_reused(out, fmt, shape, ends, members, rowwise, columnwise)
         refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")

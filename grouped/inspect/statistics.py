@@ -208,7 +208,7 @@ def _measure(
         limit = decoded(_filled(codes, _largest(fmt.element)[0]))
         limit *= _largest(fmt.element)[1]
         sums[:, SUMS.index("saturated")] = _count_saturated(chunks, limit)
-    level = None if fmt is None else fmt.level(columnwise)
+    level = None if fmt is None else fmt.global_scale_for(columnwise)
     global_scale = torch.zeros_like(amax)
     if level is None or copy.global_scale is None:
         known.remove("second_level")

@@ -277,7 +277,7 @@ class GroupedTensor(GroupedTensorBase):
         """
         if self.grouping != "uniform":
             raise ValueError(f"only uniform weights can be prepacked, got {self!r}")
-        level = self.format.second_level
+        level = self.format.global_scale
         if self.format.element.per_byte == 1 or (level is not None and level.per == "row"):
             raise ValueError(f"{self.format} cannot be combined with prepacked")
         return self if self.prepacked else self._reordered(prepack)
@@ -420,7 +420,7 @@ class GroupedTensor(GroupedTensorBase):
         if has_columnwise:
             names += self.format.buffer_names(True)
         buffers = [getattr(self, f"_{name}") for name in dict.fromkeys(names)]
-        if scale is None and self.format.takes_scale:
+        if scale is None and self.format.has_given_scale:
             present_scale: Tensor = self._scale  # type: ignore[attr-defined]
             scale = present_scale.clone()
         if seed is None:

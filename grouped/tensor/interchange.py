@@ -41,7 +41,7 @@ def join_parts(
     check_tensor("codes", codes, ndim=(3,) if offs is None else (2,))
     element = fmt.element.dtype
     codes = _stored(
-        "codes", codes, element, element if fmt.element.holds_nan else torch.float4_e2m1fn_x2
+        "codes", codes, element, element if fmt.element.has_nan else torch.float4_e2m1fn_x2
     )
     shape = (*codes.shape[:-1], fmt.element.count(codes.shape[-1]))
     check_multiple("K", shape[-1], fmt.k_multiple, f"the last dimension of {fmt.text}")
@@ -78,8 +78,8 @@ def split_parts(
         found["scales"] = _linear(fmt, fmt.scale, found["scales"], shape, offs)
     if "scale_inv" in found:
         found["global_scale"] = found.pop("scale_inv")
-    elif fmt.second_level is not None and global_scale:
-        found["global_scale"] = found.pop("amax") * fmt.second_level.factor
+    elif fmt.global_scale is not None and global_scale:
+        found["global_scale"] = found.pop("amax") * fmt.global_scale.factor
     return found if offs is None else {**found, "offs": offs}
 
 
@@ -162,7 +162,7 @@ def _linear(
 def _second_level(
     fmt: Format, codes: Tensor, given: Mapping[str, Tensor | None], offs: Tensor | None, groups: int
 ) -> list[Tensor]:
-    level, vectors = fmt.second_level, {name: t for name, t in given.items() if t is not None}
+    level, vectors = fmt.global_scale, {name: t for name, t in given.items() if t is not None}
     if level is None:
         if vectors:
             raise ValueError(

@@ -169,7 +169,7 @@ def shaped_members(
 
 
 def _rowwise(span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy) -> Iterator[Tensor]:
-    rows, level = slice(span.start, span.start + span.rows), fmt.second_level
+    rows, level = slice(span.start, span.start + span.rows), fmt.global_scale
     yield copy.codes.flatten(0, -2)[rows]
     if fmt.scale is not None:
         first = span.tile * TILE_ROWS
@@ -189,7 +189,7 @@ def _rowwise(span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy) ->
 def _columnwise(
     span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy
 ) -> Iterator[Tensor]:
-    is_uniform, level = copy.codes.dim() == 3, fmt.columnwise_level
+    is_uniform, level = copy.codes.dim() == 3, fmt.columnwise_global_scale
     # Each group of a uniform tensor has tiles of its own.
     tile = 0 if is_uniform else span.tile
     codes = copy.codes[span.group] if is_uniform else copy.codes

@@ -101,7 +101,7 @@ def check_parts(
             label = f"{direction} {name.removesuffix('_t')}"
             check_tensor(label, tensor, dtypes=(spec.dtype,), shape=spec.shape)
             tensors[label] = tensor
-    level = fmt.second_level
+    level = fmt.global_scale
     if level is not None and level.is_shared and rowwise is not None and columnwise is not None:
         for name in level.buffers:
             if getattr(rowwise, name) is not getattr(columnwise, name):

@@ -1,7 +1,8 @@
 import numpy as np
+import pytest
 
 import ptx_emulator as emulator
-from tests.helpers import each, raises
+from tests.helpers import contains_all
 
 from .ptx import fails, outcome, run, wait
 
@@ -20,8 +21,9 @@ def test_differing_thread_counts():
 
 def test_deadlock_names_every_warp():
     body = "setp.lt.u32 %q0, %t, 32; @%q0 bra DONE; bar.sync 2, 64; DONE:"
-    with raises(
-        emulator.EmulatorError, ["deadlock", "warp 1 at line", "named barrier 2: 32 of 64 threads"]
+    with pytest.raises(
+        emulator.EmulatorError,
+        match=contains_all("deadlock", "warp 1 at line", "named barrier 2: 32 of 64 threads"),
     ):
         run(body, block=64)
     run("setp.lt.u32 %q0, %t, 32; bar.sync 2, 64;", block=64)
@@ -30,8 +32,8 @@ def test_deadlock_names_every_warp():
 ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [%r0]"
 
 
-@each("mode", ["eager", "chaos"])
-@each(
+@pytest.mark.parametrize("mode", ["eager", "chaos"])
+@pytest.mark.parametrize(
     ("faulty", "message"),
     [
         (INIT.format(count=2) + f"@%q0 {ARRIVE};", r"waits for mbarrier at shared offset \d+"),
@@ -47,7 +49,7 @@ def test_faulty_arrivals(faulty, message, mode):
             run(faulty + wait("%r0"))
 
 
-@each(
+@pytest.mark.parametrize(
     ("limit", "message"),
     [
         ({"max_idle_insns": 50_000}, r"(?s)livelock.*warp 0 at line"),
@@ -64,7 +66,7 @@ def test_polling_for_nothing(limit, message):
         run(body.replace("SPIN:", f"@%q0 {ARRIVE}; SPIN:"))
 
 
-@each("mode", ["eager", "chaos"])
+@pytest.mark.parametrize("mode", ["eager", "chaos"])
 def test_distributed_shared_memory(mode):
     body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; shl.b32 %r1, %t, 2;
 	add.u32 %r0, %r0, %r1; mov.u32 %r2, %cluster_ctarank; add.u32 %r3, %r2, 1; and.b32 %r3, %r3, 3;

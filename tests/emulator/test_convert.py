@@ -1,13 +1,13 @@
 import numpy as np
+import pytest
 
 import ptx_emulator as emulator
-from tests.helpers import each
 
 from .ptx import elementwise, fails
 
 
-@each("rounding", ["rz", "rp"])
-@each("satfinite", [True, False])
+@pytest.mark.parametrize("rounding", ["rz", "rp"])
+@pytest.mark.parametrize("satfinite", [True, False])
 def test_to_ue8m0(rounding, satfinite):
     """As CUDA's cuda_fp8.hpp computes it where there is no instruction."""
     v = np.ldexp(1.0, np.arange(-149, 128))
@@ -39,7 +39,7 @@ def _bf16(values):
     return (np.float32(values).view(np.uint32) >> 16).astype(np.uint16)
 
 
-@each(
+@pytest.mark.parametrize(
     ("types", "given", "wanted"),
     [
         (

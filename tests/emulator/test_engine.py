@@ -11,7 +11,7 @@ import pytest
 import ptx_emulator as emulator
 from ptx_emulator import compilation
 from ptx_emulator.host import settings
-from tests.helpers import DAMAGE, each, raises, run_python
+from tests.helpers import DAMAGE, run_python
 
 from .ptx import fails, outcome, run
 
@@ -28,13 +28,13 @@ def test_arguments():
         ((x,), "2 parameters, got 1"),
         ((bytes(4), 1), "a parameter of 8 bytes got 4"),
     ):
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             emulator.launch("kernel", (1,), (32,), given)
     with pytest.raises(KeyError):
         emulator.launch("no such kernel", (1,), (32,))
 
 
-@each(
+@pytest.mark.parametrize(
     ("launch", "message"),
     [
         ({"block": 2048}, "block of 2048 threads"),
@@ -75,7 +75,7 @@ def test_misaligned():
 SHARED = ".shared .align 4 .b8 s[128]; mov.u32 %r0, s; ld.shared.b32 %r1, [%r0+{}];"
 
 
-@each(
+@pytest.mark.parametrize(
     ("body", "message"),
     [
         ("mov.b64 %d0, 16; ld.global.b32 %r0, [%d0];", "null or tiny pointer"),
@@ -100,7 +100,7 @@ def test_options():
         ({"mode": "fast"}, "mode must be one of"),
         ({"num_sms": 0}, "num_sms must be positive"),
     ):
-        with raises(ValueError, message), emulator.options(**option):
+        with pytest.raises(ValueError, match=message), emulator.options(**option):
             pass
 
 
@@ -130,31 +130,33 @@ def test_stats():
     assert emulator.stats()["warp_insns"] == 0
 
 
-@each(
+@pytest.mark.parametrize(
     ("body", "ordered", "racy"),
-    {
-        # A barrier that the reader does not wait at orders nothing.
-        "read after write": (
+    [
+        pytest.param(
             """shl.b32 %r1, %t, 2; add.u32 %r2, %r0, %r1; xor.b32 %r3, %r1, 128; add.u32 %r4, %r0, %r3;
 	st.shared.b32 [%r2], %t; {} ld.shared.b32 %r5, [%r4];""",
             "bar.sync 0;",
             ("", "bar.arrive 1, 128;"),
+            id="read after write",
         ),
-        "write after read": (
+        pytest.param(
             """and.b32 %r1, %t, 31; shl.b32 %r1, %r1, 2; add.u32 %r0, %r0, %r1;
 	@%q1 st.shared.b32 [%r0], %t; bar.sync 0; @!%q1 ld.shared.b32 %r2, [%r0]; {} @%q1 st.shared.b32 [%r0], %t;""",
             "bar.sync 0;",
             ("",),
+            id="write after read",
         ),
-        "relaxed arrival": (
+        pytest.param(
             """mov.u32 %r1, bar; setp.eq.u32 %q0, %t, 0; @%q0 mbarrier.init.shared::cta.b64 [%r1], 1; bar.sync 0;
 	@!%q1 bra READER; @%q0 st.shared.b32 [%r0], %t; @%q0 mbarrier.arrive{}.shared::cta.b64 _, [%r1]; bra DONE;
 	READER: W: mbarrier.try_wait.parity.shared::cta.b64 %q2, [%r1], 0; @!%q2 bra W;
 	ld.shared.b32 %r2, [%r0]; DONE:""",
             "",
             (".relaxed.cta",),
+            id="relaxed arrival",
         ),
-    },
+    ],
 )
 def test_data_races_between_warps(body, ordered, racy):
     head = """.shared .align 4 .b8 s[256]; .shared .align 8 .b64 bar; mov.u32 %r0, s; setp.lt.u32 %q1, %t, 32;
@@ -236,7 +238,7 @@ print(status >> 8, num_sms())
 
 def test_no_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with raises(emulator.BuildError, r"no-such-compiler.*apt-get install g\+\+"):
+    with pytest.raises(emulator.BuildError, match=r"no-such-compiler.*apt-get install g\+\+"):
         compilation.compiler()
 
 
@@ -281,14 +283,13 @@ def built(monkeypatch, tmp_path):
     return compiled
 
 
-@each(
-    "damage",
-    DAMAGE
-    | {
-        "no hash": lambda path: path.with_suffix(".sha256").unlink(),
-        "writable": lambda path: path.chmod(0o666),
-    },
-)
+LIBRARY_DAMAGE = DAMAGE | {
+    "no hash": lambda path: path.with_suffix(".sha256").unlink(),
+    "writable": lambda path: path.chmod(0o666),
+}
+
+
+@pytest.mark.parametrize("damage", LIBRARY_DAMAGE.values(), ids=LIBRARY_DAMAGE)
 def test_a_damaged_library_is_built_anew(built, damage):
     build = compilation.build.__wrapped__
     library = build()
@@ -303,7 +304,7 @@ def test_a_damaged_library_is_built_anew(built, damage):
 def test_a_failed_build_says_why(monkeypatch, tmp_path):
     (tmp_path / "machine.h").write_text("this is no C++")
     monkeypatch.setattr(compilation, "_SOURCES", tmp_path)
-    with raises(emulator.BuildError, "did not compile"):
+    with pytest.raises(emulator.BuildError, match="did not compile"):
         compilation._compile(compilation.compiler(), tmp_path)
 
 

@@ -1,14 +1,13 @@
 import numpy as np
-
-from tests.helpers import each
+import pytest
 
 from .ptx import elementwise, fails, outcome, run
 
 LANES = np.arange(32, dtype=np.uint32)
 
 
-@each("mode", ["all", "any", "uni"])
-@each("limit", [0, 7, 32])
+@pytest.mark.parametrize("mode", ["all", "any", "uni"])
+@pytest.mark.parametrize("limit", [0, 7, 32])
 def test_vote(mode, limit):
     ptx = f""".reg .pred %p, %v; setp.lt.u32 %p, %a0, {limit};
 	vote.sync.{mode}.pred %v, %p, -1; selp.b32 %out, 1, 0, %v;"""

@@ -1,6 +1,5 @@
 import numpy as np
-
-from tests.helpers import each
+import pytest
 
 from .ptx import elementwise
 
@@ -33,7 +32,7 @@ def test_min_max():
         _equal(got, np.fmax(np.fmax(a, b), c) + 0)
 
 
-@each(
+@pytest.mark.parametrize(
     ("op", "reference"),
     [
         ("ex2.approx.ftz", np.exp2),

@@ -1,8 +1,7 @@
 import operator
 
 import numpy as np
-
-from tests.helpers import each
+import pytest
 
 from .ptx import elementwise
 
@@ -35,9 +34,9 @@ def _check(ptx, bits, reference, operands=2, out=None):
     assert got.tolist() == [reference(*row) & ((1 << out) - 1) for row in columns]
 
 
-@each("bits", [16, 32, 64])
-@each("kind", ["s", "u"])
-@each("op", ["add", "sub", "mul.lo", "mul.hi", "min", "max", "div", "rem"])
+@pytest.mark.parametrize("bits", [16, 32, 64])
+@pytest.mark.parametrize("kind", ["s", "u"])
+@pytest.mark.parametrize("op", ["add", "sub", "mul.lo", "mul.hi", "min", "max", "div", "rem"])
 def test_arithmetic(op, kind, bits):
     def number(v):
         return _signed(v, bits) if kind == "s" else v
@@ -59,7 +58,7 @@ def test_arithmetic(op, kind, bits):
     _check(f"or.b{bits} %a1, %a1, 1; {op}.{kind}{bits} %out, %a0, %a1;", bits, reference)
 
 
-@each("op", ["and", "or", "xor"])
+@pytest.mark.parametrize("op", ["and", "or", "xor"])
 def test_logic_with_a_negative_literal_fits_its_register(op):
     """The upper half of the 64-bit result shows whether a 32-bit register holds more."""
     reference = getattr(operator, f"__{op}__")
@@ -67,7 +66,7 @@ def test_logic_with_a_negative_literal_fits_its_register(op):
     _check(ptx, 32, lambda a: reference(a, (1 << 32) - 8), 1, 64)
 
 
-@each("bits", [16, 32, 64])
+@pytest.mark.parametrize("bits", [16, 32, 64])
 def test_shifts_clamp(bits):
     for op, reference in {
         "shl.b": lambda a, n: a << n,

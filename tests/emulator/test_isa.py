@@ -8,7 +8,6 @@ from ptx_emulator import isa
 from ptx_emulator.engine import library
 from ptx_emulator.lexer import literal, split_operands, statements, strip_comments
 from ptx_emulator.parser import Module
-from tests.helpers import each
 
 HEADER = (Path(emulator.__file__).parent / "src" / "isa.h").read_text()
 
@@ -30,7 +29,7 @@ def test_flags():
     assert got == {flag.name: flag.value for flag in isa.Flag}
 
 
-@each(
+@pytest.mark.parametrize(
     ("enum", "prefix", "names"),
     [
         ("OperandKind", "K_", [kind.name for kind in isa.Kind]),
@@ -90,7 +89,9 @@ def test_unknown_opcode_is_an_error_only_when_reached():
     }
 
 
-@each("body", ["bra NOWHERE;", "mov.b32 %r0, 1", "@%q bra L; L:", ".reg .b32 %r<1>; {"])
+@pytest.mark.parametrize(
+    "body", ["bra NOWHERE;", "mov.b32 %r0, 1", "@%q bra L; L:", ".reg .b32 %r<1>; {"]
+)
 def test_unreadable_ptx(body):
     with pytest.raises(emulator.PtxError):
         _parse(body)

@@ -1,7 +1,7 @@
 import numpy as np
+import pytest
 
 import ptx_emulator as emulator
-from tests.helpers import each
 
 from .ptx import aligned, fails, outcome, run, wait
 
@@ -61,7 +61,7 @@ def test_constants_and_local_memory():
         outcome(body, "%r1 %r2", header=table)
 
 
-@each(
+@pytest.mark.parametrize(
     ("op", "type_name", "dtype", "reference"),
     [
         ("add", "u32", np.uint32, lambda v: v.sum(dtype=np.uint32)),
@@ -73,7 +73,7 @@ def test_constants_and_local_memory():
         ("add", "f32", np.float32, lambda v: np.float32(v.sum())),
     ],
 )
-@each("space", ["global", "shared"])
+@pytest.mark.parametrize("space", ["global", "shared"])
 def test_atomics(op, type_name, dtype, reference, space):
     size = np.dtype(dtype).itemsize
     values = RNG.integers(-1000, 1000, 33).astype(dtype)
@@ -112,8 +112,10 @@ def _cp_async(tail, sizes="16", setup="", hint=""):
     return outcome(body, "%r4 %r5 %r6 %r7", WORDS)
 
 
-@each("mode", ["eager", "chaos"])
-@each("tail", ["cp.async.commit_group; cp.async.wait_group 0;", "cp.async.wait_all;"])
+@pytest.mark.parametrize("mode", ["eager", "chaos"])
+@pytest.mark.parametrize(
+    "tail", ["cp.async.commit_group; cp.async.wait_group 0;", "cp.async.wait_all;"]
+)
 def test_cp_async(mode, tail):
     with emulator.options(mode=mode, seed=1):
         assert (_cp_async(tail) == WORDS).all()
@@ -124,7 +126,7 @@ def test_cp_async_needs_a_wait():
         _cp_async("cp.async.commit_group;")
 
 
-@each(
+@pytest.mark.parametrize(
     ("sizes", "setup", "hint", "is_copied"),
     [
         ("16, 8", "", "", lambda t, i: i < 2),
@@ -153,7 +155,7 @@ def test_cp_async_arrives_on_an_mbarrier():
             assert (_cp_async(tail, setup=setup) == WORDS).all()
 
 
-@each("transposed", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 def test_matrices(transposed):
     trans = ".trans" if transposed else ""
     body = f"""

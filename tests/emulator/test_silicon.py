@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 
 import ptx_emulator as emulator
-from tests.helpers import each
 
 from .silicon import snippets as silicon
 
@@ -13,7 +12,7 @@ def recorded(engine):
     return silicon.inputs(), silicon.answers()
 
 
-@each(("index", "snippet"), list(enumerate(silicon.SNIPPETS)))
+@pytest.mark.parametrize(("index", "snippet"), list(enumerate(silicon.SNIPPETS)))
 def test_equals_h200(recorded, index, snippet):
     x, answers = recorded
     out = np.full(len(x), 0xCDCDCDCDCDCDCDCD, np.uint64)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ptx_emulator as emulator
-from tests.helpers import E4M3, F16, F32, each
+from tests.helpers import E4M3, F16, F32
 from tests.reference.tensor_core_kernels import tcgen05, wgmma
 
 from .ptx import aligned, fails, outcome, run, wait
@@ -64,7 +64,7 @@ def test_missing_wait_for_the_tensor_core():
         tcgen05(*operands, edits=edits)
 
 
-@each(
+@pytest.mark.parametrize(
     ("shape", "count", "place"),
     [
         ("32x32b.x4", 4, lambda t, i: (t, i)),
@@ -113,7 +113,7 @@ def test_leaked_tensor_memory():
         run(ALLOCATE, block=128)
 
 
-@each(("ptx", "message"), [
+@pytest.mark.parametrize(("ptx", "message"), [
 		("add.u32 %r9, %r114, 64; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r9];",
 		 "columns 64..64, outside any allocation"),
 		("add.u32 %r9, %r112, 0x400000; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r9];",
@@ -128,7 +128,7 @@ def test_tensor_memory_faults(ptx, message):
         run(ALLOCATE + ptx + RELEASE, block=128)
 
 
-@each(
+@pytest.mark.parametrize(
     ("dtype", "acc", "flags", "message"),
     [
         (F16, F32, 1 << 2, "sparse"),

@@ -1,9 +1,9 @@
 import types
 
 import numpy as np
+import pytest
 
 import ptx_emulator as emulator
-from tests.helpers import each, raises
 
 from .ptx import aligned, fails, run, wait
 
@@ -57,8 +57,8 @@ def _box(array, box, at):
     return out
 
 
-@each("mode", ["eager", "chaos"])
-@each(
+@pytest.mark.parametrize("mode", ["eager", "chaos"])
+@pytest.mark.parametrize(
     ("shape", "box", "at"),
     [
         ((64,), (32,), (16,)),
@@ -76,20 +76,20 @@ def test_load(shape, box, at, mode):
         assert (_load(array, box, at) == _box(array, box, at)).all()
 
 
-@each("dtype", [np.uint8, np.float16, np.int64])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.int64])
 def test_element_types(dtype):
     array = aligned(np.arange(32 * 64).reshape(32, 64).astype(dtype))
     assert (_load(array, (8, 16), (16, 3)) == _box(array, (8, 16), (16, 3))).all()
 
 
-@each("swizzle", [32, 64, 128])
+@pytest.mark.parametrize("swizzle", [32, 64, 128])
 def test_swizzle(swizzle):
     array = aligned(np.arange(64 * 128, dtype=np.uint8).reshape(64, 128))
     assert (_load(array, (32, swizzle), (0, 8), swizzle) == array[8:40, :swizzle]).all()
 
 
-@each("mode", ["eager", "chaos"])
-@each(
+@pytest.mark.parametrize("mode", ["eager", "chaos"])
+@pytest.mark.parametrize(
     ("swizzle", "at"),
     [(0, (16, 5, 0, 5, 19)), (64, (40, -1, 3, 20, 2**31 - 1)), (128, (0, 1, 2, 3, -(2**31)))],
 )
@@ -124,7 +124,7 @@ def _store(target, box, at, body=STORE, fill=FILL):
     run(head + body, np.zeros(1), emulator.tensor_map(target, box))
 
 
-@each("mode", ["eager", "chaos"])
+@pytest.mark.parametrize("mode", ["eager", "chaos"])
 def test_store_drops_what_is_outside(mode):
     target = aligned(np.full((12, 16), -1, np.int32))
     with emulator.options(mode=mode, races=True):
@@ -184,7 +184,7 @@ def test_load_out_of_bounds_of_the_allocation():
         _load_zeros()
 
 
-@each(
+@pytest.mark.parametrize(
     ("fault", "message"),
     [
         ({"dst": "%r0+128", "smem": 128}, "TMA load out of bounds: shared offset"),
@@ -201,7 +201,7 @@ def test_faulty_loads(fault, message):
         _load_zeros(**fault)
 
 
-@each(
+@pytest.mark.parametrize(
     ("box", "swizzle", "message"),
     [
         ((8, 3), 0, "multiple of 16 bytes"),
@@ -211,7 +211,7 @@ def test_faulty_loads(fault, message):
 )
 def test_invalid_tensor_maps(box, swizzle, message):
     array = aligned(np.zeros((512, 64), np.float32))
-    with raises(ValueError, message):
+    with pytest.raises(ValueError, match=message):
         emulator.tensor_map(array, box, swizzle=swizzle)
 
 
@@ -244,7 +244,7 @@ def test_exit_under_a_pending_store():
         _store(aligned(ZEROS), (8, 8), (0, 0), unwaited)
 
 
-@each("mode", ["eager", "chaos"])
+@pytest.mark.parametrize("mode", ["eager", "chaos"])
 def test_ring_of_stores(mode):
     """Two slots, one store pending: the older slot may be written again, the newer may not."""
     source = aligned(np.arange(4 * 32, dtype=np.uint32).reshape(4, 32))

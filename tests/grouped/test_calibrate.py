@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import each, raises
-
 pytest.importorskip("safetensors")
 pytest.importorskip("transformers")
 
@@ -75,7 +73,7 @@ def expected(model, sequences):
     return amaxes
 
 
-@each("kind", [*NAMES])
+@pytest.mark.parametrize("kind", [*NAMES])
 def test_scales_of_inputs(kind, tmp_path):
     model, source, ids = build_model(kind), tmp_path / "source", tmp_path / "ids.json"
     model.save_pretrained(source)
@@ -248,18 +246,18 @@ WRONG = {
 }
 
 
-@each("ending", ["json", "jsonl", "txt"])
+@pytest.mark.parametrize("ending", ["json", "jsonl", "txt"])
 def test_binary_files_are_refused(ending, tmp_path):
     (tmp_path / f"x.{ending}").write_bytes(b"\xff\xfe\x00")
-    with raises(ValueError, f"x.{ending} is no text"):
+    with pytest.raises(ValueError, match=f"x.{ending} is no text"):
         read_ids(tmp_path / f"x.{ending}")
 
 
-@each("name", [*WRONG])
+@pytest.mark.parametrize("name", [*WRONG])
 def test_files_without_ids_are_refused(name, tmp_path):
     text, message = WRONG[name]
     (tmp_path / name).write_text(text)
-    with raises(ValueError, rf"{name} {message}"):
+    with pytest.raises(ValueError, match=rf"{name} {message}"):
         read_ids(tmp_path / name, tmp_path)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import BF16, E4M3, E5M2, F32, U8, e2m1_values, each, raises
+from tests.helpers import BF16, E4M3, E5M2, F32, U8, e2m1_values
 
 pytest.importorskip("safetensors")
 
@@ -73,9 +73,9 @@ def decoded(tensors, name, layout):
     return values * scales / tensors[f"{name}.weight_global_scale"].numpy()
 
 
-@each("stacked", [False, True], ["experts", "stacked"])
-@each("style", [*STYLES])
-@each("layout", LAYOUTS)
+@pytest.mark.parametrize("stacked", [False, True], ids=["experts", "stacked"])
+@pytest.mark.parametrize("style", [*STYLES])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_loaded_is_what_was_saved(layout, style, stacked, tmp_path):
     saved, model = moe(style), moe(style, seed=1)
     checkpoint.save(saved, tmp_path / "a", layout, stacked=stacked, shard_bytes=20_000)
@@ -91,14 +91,14 @@ def test_what_is_loaded_is_what_was_saved(layout, style, stacked, tmp_path):
     if style == "gpt-oss":
         assert torch.equal(model.experts.gate_up.bias, saved.experts.gate_up.bias)
     if report.reconciled:
-        with raises(ValueError, "span gate and up"):
+        with pytest.raises(ValueError, match="span gate and up"):
             checkpoint.save(model, tmp_path / "b", layout)
         return
     checkpoint.save(model, tmp_path / "b", layout, stacked=stacked)
     assert same_files(tmp_path / "a", tmp_path / "b")
 
 
-@each("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_files_decode_to_what_the_module_holds(layout, tmp_path):
     model = moe()
     checkpoint.save(moe(), tmp_path, layout)
@@ -179,7 +179,7 @@ def mxfp4(span):
     return blocks, exponents
 
 
-@each("span", [0, 5, 17, 18, 30])
+@pytest.mark.parametrize("span", [0, 5, 17, 18, 30])
 def test_mxfp4_is_nvfp4_where_exact(span, tmp_path):
     blocks, exponents = mxfp4(span)
     model = moe("gpt-oss")
@@ -193,7 +193,9 @@ def test_mxfp4_is_nvfp4_where_exact(span, tmp_path):
     gate_up = {"experts.gate_up_proj_blocks": blocks, "experts.gate_up_proj_scales": exponents}
     write({**plain, **biases, **gate_up, "experts.down_proj": down}, tmp_path)
     if span > 17:
-        with raises(ValueError, rf"more than 2\^17 below .* {span - 17} powers of two too large"):
+        with pytest.raises(
+            ValueError, match=rf"more than 2\^17 below .* {span - 17} powers of two too large"
+        ):
             checkpoint.load(model, tmp_path)
         return
     checkpoint.load(model, tmp_path)
@@ -243,14 +245,14 @@ def test_faults(tmp_path):
             r"\(3, 512, 32\), the checkpoint has \(3, 256, 32\)",
         ),
     ):
-        with raises(error, message):
+        with pytest.raises(error, match=message):
             call(*arguments)
     assert torch.equal(larger.router.weight, before)
-    with raises(KeyError, "beyond the module, router"):
+    with pytest.raises(KeyError, match="beyond the module, router"):
         checkpoint.load(mlp, other, **renamed)
     assert checkpoint.load(mlp, other, **renamed, strict=False).unexpected == ["router.weight"]
     next(other.glob("*-00002-*")).unlink()
-    with raises(FileNotFoundError, "00002"):
+    with pytest.raises(FileNotFoundError, match="00002"):
         checkpoint.load(model, other)
 
 
@@ -285,14 +287,14 @@ WRONG = {
 }
 
 
-@each("fault", [*WRONG])
+@pytest.mark.parametrize("fault", [*WRONG])
 def test_what_a_file_has_wrong_is_found(fault, tmp_path):
     change, message = WRONG[fault]
     checkpoint.save(moe(), tmp_path, "deepseek")
     tensors = files_of(tmp_path)
     tensors |= change(tensors)
     write({n: t for n, t in tensors.items() if fault != "no scales" or "_inv" not in n}, tmp_path)
-    with raises(ValueError, message):
+    with pytest.raises(ValueError, match=message):
         checkpoint.load(moe(), tmp_path, strict=False)
 
 
@@ -304,7 +306,7 @@ def test_folders_that_are_wrong(tmp_path):
     first, last = min(whole.values()), max(whole.values())
 
     def check(message):
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             checkpoint.load(two, a, rename={r"^\d\.": ""})
 
     check(r"would be experts.0.gate_proj.weight, .* rename them apart")
@@ -320,11 +322,11 @@ def test_folders_that_are_wrong(tmp_path):
     check(f"{first} and z.safetensors both have")
     (a / first).write_bytes((a / first).read_bytes()[:-9])
     check("no whole safetensors file")
-    with raises(ValueError, "two tensors would be called"):
+    with pytest.raises(ValueError, match="two tensors would be called"):
         checkpoint.save(two, b, "modelopt", rename={r"^\d\.": ""}, shard_bytes=9000)
     with torch.no_grad():
         two.float()[0].experts.down.weight.mul_(1e-37)
-    with raises(ValueError, "in fp32, which has none for the amax"):
+    with pytest.raises(ValueError, match="in fp32, which has none for the amax"):
         checkpoint.save(two, b, "modelopt")
     assert not list(b.iterdir())
 
@@ -344,8 +346,10 @@ def test_at_most_a_shard_is_held(tmp_path, monkeypatch):
     ] == sum(held)
 
 
-@each("to", [["nvfp4"], ["nvfp4", "--layout", "compressed-tensors"], ["fp8_block"]], " ".join)
-@each("stacked", [False, True], ["experts", "stacked"])
+@pytest.mark.parametrize(
+    "to", [["nvfp4"], ["nvfp4", "--layout", "compressed-tensors"], ["fp8_block"]], ids=" ".join
+)
+@pytest.mark.parametrize("stacked", [False, True], ids=["experts", "stacked"])
 def test_convert(to, stacked, tmp_path, capsys):
     model, source = moe(), tmp_path / "source"
     gate_up, down = model.experts.gate_up.weight.detach(), model.experts.down.weight.detach()
@@ -372,13 +376,13 @@ def test_convert(to, stacked, tmp_path, capsys):
     assert (tmp_path / "a/config.json").read_text() == (tmp_path / "b/config.json").read_text()
     assert (tmp_path / "a/tokenizer.json").exists()
     for again in (source, tmp_path / "b"):  # The folder has files; weights are quantized already.
-        with raises(SystemExit, "1"):
+        with pytest.raises(SystemExit, match="1"):
             convert.main(
                 [str(again), str(tmp_path / ("a" if again == source else "c")), "--to", *to]
             )
 
 
-@each("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_weights_that_are_quantized_are_decoded(layout, tmp_path):
     model, record = moe(), checkpoint.LAYOUTS[layout]
     checkpoint.save(model, tmp_path / "a", layout)
@@ -389,7 +393,7 @@ def test_other_weights_that_are_quantized_are_decoded(layout, tmp_path):
     checkpoint.load(model, tmp_path / "b")
     want = decoded(files_of(tmp_path / "b"), "router", layout)
     np.testing.assert_allclose(model.router.weight.detach().float().numpy(), want, rtol=4e-3)
-    with raises(ValueError, "meta device"):
+    with pytest.raises(ValueError, match="meta device"):
         checkpoint.load(model.to("meta"), tmp_path / "a")
 
 
@@ -405,12 +409,12 @@ def test_transposed_experts_are_quantized_whole_or_not_at_all(tmp_path):
     checkpoint.save(experts(), tmp_path, "modelopt", stacked=True)
     tensors = {n: t for n, t in files_of(tmp_path).items() if "down" not in n}
     write({**tensors, "x.down_proj": torch.ones(2, 64, 64)}, tmp_path)
-    with raises(ValueError, r"x.down_proj is plain, other weights"):
+    with pytest.raises(ValueError, match=r"x.down_proj is plain, other weights"):
         checkpoint.load(experts(), tmp_path)
 
 
-@each("shared", ["shared_experts", "shared_expert"])
-@each("layout", ["modelopt", "deepseek"])
+@pytest.mark.parametrize("shared", ["shared_experts", "shared_expert"])
+@pytest.mark.parametrize("layout", ["modelopt", "deepseek"])
 def test_convert_leaves_the_shared_experts_of_a_layer(shared, layout, tmp_path):
     names = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
     plain = {
@@ -437,7 +441,7 @@ def test_convert_of_experts_that_are_turned_otherwise_than_said(tmp_path):
         torch.randn(2, 48, 64).bfloat16(),
     )  # (E, K, N), as gpt-oss
     write({"x.experts.gate_up_proj": gate_up, "x.experts.down_proj": down}, tmp_path / "a")
-    with raises(ValueError, "convert with --transposed"):
+    with pytest.raises(ValueError, match="convert with --transposed"):
         convert.convert(tmp_path / "a", tmp_path / "b")
     convert.convert(tmp_path / "a", tmp_path / "b", transposed=True)
     rows = {
@@ -445,7 +449,7 @@ def test_convert_of_experts_that_are_turned_otherwise_than_said(tmp_path):
         "x.experts.down_proj": down.mT.contiguous(),
     }
     write(rows, tmp_path / "c")
-    with raises(ValueError, "not --transposed"):
+    with pytest.raises(ValueError, match="not --transposed"):
         convert.convert(tmp_path / "c", tmp_path / "d", transposed=True)
     convert.convert(tmp_path / "c", tmp_path / "d")
     assert same_files(tmp_path / "b", tmp_path / "d")
@@ -478,7 +482,7 @@ def test_convert_of_odd_files(tmp_path):
             ),
         )
     ):
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             converted(tensors, str(i))
 
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from tests.helpers import BF16, each, raises
+from tests.helpers import BF16
 
 pytest.importorskip("safetensors")
 
@@ -206,27 +206,28 @@ def test_a_promise_without_its_tensor_is_refused(tmp_path):
     names = {f"experts.0.down_proj{suffix}" for suffix in layout.suffixes}
     config_files({}, layout, weights, ["router"], names)
     names.remove("experts.0.down_proj.weight_scale_2")
-    with raises(
+    with pytest.raises(
         ValueError,
-        r"would promise experts.0.down_proj.weight_scale_2, which was not written \(1 such",
+        match=r"would promise experts.0.down_proj.weight_scale_2, which was not written \(1 such",
     ):
         config_files({}, layout, weights, ["router"], names)
     module = Block()
     rename = {"^model.q_proj": "model.mlp.experts.0.gate_proj"}
-    with raises(
+    with pytest.raises(
         ValueError,
-        "model.mlp.experts.0.gate_proj is quantized, but another weight of that name is plain",
+        match="model.mlp.experts.0.gate_proj is quantized, but another weight of that name is plain",
     ):
         checkpoint.save(module, tmp_path, "compressed-tensors", rename=rename)
     module.model.q_proj.weight_scale = torch.nn.Parameter(torch.ones(1))
-    with raises(
-        ValueError, "model.q_proj is written plain, but model.q_proj.weight_scale is written too"
+    with pytest.raises(
+        ValueError,
+        match="model.q_proj is written plain, but model.q_proj.weight_scale is written too",
     ):
         checkpoint.save(module, tmp_path, "modelopt")
     assert not list(tmp_path.iterdir())
 
 
-@each(
+@pytest.mark.parametrize(
     "config, message",
     [
         ({"dtype": BF16}, r"config\['dtype'\] cannot be written to config.json: .* dtype"),
@@ -234,7 +235,7 @@ def test_a_promise_without_its_tensor_is_refused(tmp_path):
     ],
 )
 def test_a_config_that_json_cannot_hold_is_refused_first(config, message, tmp_path):
-    with raises(ValueError, message):
+    with pytest.raises(ValueError, match=message):
         checkpoint.save(Block(), tmp_path / "a", "modelopt", config=config)
     assert not (tmp_path / "a").exists()
 
@@ -244,7 +245,9 @@ def test_other_weights_must_be_plain(tmp_path):
     module.model.q_proj.weight = torch.nn.Parameter(
         torch.ones(64, 64).to(torch.float8_e4m3fn), requires_grad=False
     )
-    with raises(ValueError, "model.q_proj.weight is float8_e4m3fn: only experts are quantized"):
+    with pytest.raises(
+        ValueError, match="model.q_proj.weight is float8_e4m3fn: only experts are quantized"
+    ):
         checkpoint.save(module, tmp_path / "a", "modelopt")
     source.mkdir()
     tensors = {f"experts.0.{p}.weight": torch.ones(32, 32) for p in PROJECTIONS}
@@ -252,7 +255,7 @@ def test_other_weights_must_be_plain(tmp_path):
         {**tensors, "q_proj.weight": torch.ones(32, 32).to(torch.float8_e4m3fn)},
         source / "model.safetensors",
     )
-    with raises(ValueError, "q_proj.weight is F8_E4M3: only experts"):
+    with pytest.raises(ValueError, match="q_proj.weight is F8_E4M3: only experts"):
         convert.convert(source, tmp_path / "a")
     # The config that describes such tensors is replaced, so they must not be there.
     save_file(
@@ -260,7 +263,7 @@ def test_other_weights_must_be_plain(tmp_path):
         source / "model.safetensors",
     )
     (source / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
-    with raises(ValueError, "q_proj.qweight is I32: only experts"):
+    with pytest.raises(ValueError, match="q_proj.qweight is I32: only experts"):
         convert.convert(source, tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
@@ -281,7 +284,7 @@ def test_input_scales_have_the_names_and_values_of_the_layout(tmp_path):
         ),
         ("modelopt", {f"{one}.input_scale": torch.zeros(())}, "must be finite and positive, got"),
     ):
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             checkpoint.save(module, tmp_path / "a", layout, input_scales=given)
     assert not (tmp_path / "a").exists()
     aliases = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -435,7 +438,7 @@ PUBLISHED = {
 }
 
 
-@each("name", [*PUBLISHED])
+@pytest.mark.parametrize("name", [*PUBLISHED])
 def test_configs_of_published_models_pass(name, tmp_path):
     config = PUBLISHED[name]
     (tmp_path / "config.json").write_text(
@@ -558,7 +561,7 @@ REFUSED = {
 }
 
 
-@each("name", [*REFUSED])
+@pytest.mark.parametrize("name", [*REFUSED])
 def test_what_load_does_not_do_is_refused(name, tmp_path):
     config, message = REFUSED[name]
     module = MoE(64, 64, EXPERTS, 1, dtype=BF16)
@@ -569,7 +572,9 @@ def test_what_load_does_not_do_is_refused(name, tmp_path):
         {"text_config": {"quantization_config": config}},
     ):
         (tmp_path / "config.json").write_text(json.dumps(place))
-        with raises(ValueError, rf"config.json: (text_config.)?quantization_config.*{message}"):
+        with pytest.raises(
+            ValueError, match=rf"config.json: (text_config.)?quantization_config.*{message}"
+        ):
             checkpoint.load(module, tmp_path)
     assert torch.equal(module.router.weight, before) and module.experts.down.weight.dtype == BF16
 
@@ -593,17 +598,17 @@ def test_the_older_file_of_modelopt_is_read_too(tmp_path):
         ("{", "hf_quant_config.json is no JSON"),
     ):
         path.write_text(content)
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             checkpoint.load(MoE(64, 64, EXPERTS, 1, dtype=BF16), tmp_path)
     path.write_text('{"quantization": {"quant_algo": null}}')
     checkpoint.load(MoE(64, 64, EXPERTS, 1, dtype=BF16), tmp_path)
     (tmp_path / "config.json").write_text('{"a"')
-    with raises(ValueError, "config.json is no JSON: Expecting"):
+    with pytest.raises(ValueError, match="config.json is no JSON: Expecting"):
         checkpoint.load(MoE(64, 64, EXPERTS, 1, dtype=BF16), tmp_path)
 
 
-@each("layout", ["modelopt", "compressed-tensors", "deepseek"])
-@each("stacked", [False, True], ["experts", "stacked"])
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors", "deepseek"])
+@pytest.mark.parametrize("stacked", [False, True], ids=["experts", "stacked"])
 def test_what_save_says_load_takes(layout, stacked, tmp_path):
     checkpoint.save(Block(), tmp_path, layout, stacked=stacked)
     checkpoint.load(Block(), tmp_path)

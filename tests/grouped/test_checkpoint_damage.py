@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import BF16, E4M3, U8, assert_same_bytes, each, raises
+from tests.helpers import BF16, E4M3, U8, assert_same_bytes
 
 pytest.importorskip("safetensors")
 
@@ -57,7 +57,7 @@ def refused(model, folder, error, message, **options):
         name: (t, t._version, t.detach().clone())
         for name, t in model.state_dict(keep_vars=True).items()
     }
-    with raises(error, message):
+    with pytest.raises(error, match=message):
         checkpoint.load(model, folder, **options)
     after = model.state_dict(keep_vars=True)
     assert after.keys() == before.keys()
@@ -174,7 +174,7 @@ NUMBERS = {
 }
 
 
-@each("fault", [*NUMBERS])
+@pytest.mark.parametrize("fault", [*NUMBERS])
 def test_numbers_that_no_scale_has(fault, tmp_path):
     layout, stacked, change, message = NUMBERS[fault]
     tensors = saved(tmp_path / "a", layout, stacked)
@@ -183,8 +183,8 @@ def test_numbers_that_no_scale_has(fault, tmp_path):
         refused(layers(1), written(tensors, tmp_path / "b"), ValueError, message, strict=strict)
 
 
-@each("layout", ["modelopt", "compressed-tensors", "deepseek"])
-@each("stacked", [False, True])
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors", "deepseek"])
+@pytest.mark.parametrize("stacked", [False, True])
 def test_an_expert_of_zeros_has_a_scale_of_zero(layout, stacked, tmp_path):
     model = layers()
     with torch.no_grad():
@@ -223,7 +223,7 @@ def test_blocks_of_zeros_have_a_scale_of_zero(tmp_path):
     for row, column in ((0, 0), (0, 2), (1, 2)):
         wrong = scales.clone()
         wrong[row, column] = 0
-        with raises(ValueError, f"{name} in .* has a scale of zero over codes"):
+        with pytest.raises(ValueError, match=f"{name} in .* has a scale of zero over codes"):
             checkpoint.load(model, written(tensors | {name: wrong}, tmp_path / "c"))
 
 
@@ -313,7 +313,7 @@ HEADERS = {
 }
 
 
-@each("fault", [*HEADERS])
+@pytest.mark.parametrize("fault", [*HEADERS])
 def test_headers_are_checked_before_anything_is_loaded(fault, tmp_path):
     layout, stacked, change, message = HEADERS[fault]
     tensors = saved(tmp_path / "a", layout, stacked)
@@ -379,11 +379,11 @@ def test_exponents_that_are_nan(tmp_path):
     checkpoint.load(model, written(as_e8m0, tmp_path / "b"))
     assert torch.equal(model.experts.down.weight.dequantize(), want)
     tensors["experts.down_proj_scales"][1, 3, 1] = 255
-    with raises(ValueError, "experts.down_proj_scales in .* has nan"):
+    with pytest.raises(ValueError, match="experts.down_proj_scales in .* has nan"):
         checkpoint.load(model, written(tensors, tmp_path / "c"))
     tensors["experts.down_proj_scales"][1, 3, 1] = 160
-    with raises(
-        ValueError, "experts.down_proj_blocks in .*: these MXFP4 weights have no exact NVFP4"
+    with pytest.raises(
+        ValueError, match="experts.down_proj_blocks in .*: these MXFP4 weights have no exact NVFP4"
     ):
         checkpoint.load(model, written(tensors, tmp_path / "d"))
     assert torch.equal(model.experts.down.weight.dequantize(), want)
@@ -392,10 +392,10 @@ def test_exponents_that_are_nan(tmp_path):
 # ---- files
 
 
-@each(
+@pytest.mark.parametrize(
     "content",
     ["{", "", "[1]", '"x"', "\xff\xfe", '{"weight_map": {"a": 3}}', '{"weight_map": [1]}', "{}"],
-    repr,
+    ids=repr,
 )
 def test_an_index_that_is_damaged(content, tmp_path):
     saved(tmp_path, "modelopt")
@@ -408,11 +408,15 @@ def test_an_index_that_is_damaged(content, tmp_path):
     )
 
 
-@each("content", ["{", "", "[1]", "\xff\xfe", "[" * 100_000], lambda text: repr(text[:9]))
+@pytest.mark.parametrize(
+    "content", ["{", "", "[1]", "\xff\xfe", "[" * 100_000], ids=lambda text: repr(text[:9])
+)
 def test_a_config_that_is_damaged(content, tmp_path):
     (tmp_path / "config.json").write_bytes(content.encode("latin1"))
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
-    with raises(ValueError, r"config.json (is no JSON|must hold a JSON object, got list)"):
+    with pytest.raises(
+        ValueError, match=r"config.json (is no JSON|must hold a JSON object, got list)"
+    ):
         Reader(tmp_path).config()
 
 
@@ -421,7 +425,7 @@ def raw_file(path, entries, data, length=None):
     path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
 
 
-@each(
+@pytest.mark.parametrize(
     "header",
     [
         {"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}},
@@ -433,7 +437,7 @@ def raw_file(path, entries, data, length=None):
         b"{",
         b"",
     ],
-    str,
+    ids=str,
 )
 def test_headers_that_are_damaged(header, tmp_path):
     raw_file(tmp_path / "model.safetensors", header, bytes(16))
@@ -449,7 +453,7 @@ def test_dtypes_that_cannot_be_read(tmp_path):
             {"a": {"dtype": dtype, "shape": [8, 2], "data_offsets": [0, count]}},
             bytes(count),
         )
-        with raises(ValueError, f"a in .*model.safetensors cannot be read as {dtype}"):
+        with pytest.raises(ValueError, match=f"a in .*model.safetensors cannot be read as {dtype}"):
             Reader(tmp_path).rows("a", slice(0, 3))
         model = nn.ParameterDict({"a": nn.Parameter(torch.ones(8, 2))})
         refused(model, tmp_path, ValueError, f"a is {dtype} without the scales")
@@ -468,9 +472,9 @@ def test_expressions_that_are_none(tmp_path):
 # ---- what exporters write
 
 
-@each("dtype", [BF16, F16, E8M0, F64], str)
-@each("stacked", [False, True])
-@each("name", ["weight_scale_inv", "weight_scale"])
+@pytest.mark.parametrize("dtype", [BF16, F16, E8M0, F64], ids=str)
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale"])
 def test_scales_of_square_blocks_have_several_dtypes(dtype, stacked, name, tmp_path):
     """DeepSeek's own files and others'; compressed-tensors calls them weight_scale."""
     tensors = saved(tmp_path / "a", "deepseek", stacked)
@@ -548,8 +552,8 @@ def test_scales_that_lose_digits_are_refused(tmp_path):
     )
 
 
-@each("level", ["()", "(1,)", "(G,)", "(G, 1)", "(G, 1, 1)"])
-@each("layout", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("level", ["()", "(1,)", "(G,)", "(G, 1)", "(G, 1, 1)"])
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 def test_levels_of_a_stack(layout, level, tmp_path):
     tensors = saved(tmp_path / "a", layout, True)
     suffix = checkpoint.LAYOUTS[layout].suffixes[2].replace(".", "_")
@@ -576,7 +580,7 @@ def test_levels_of_a_stack(layout, level, tmp_path):
     assert_same_bytes(*(m.layers[1].experts.down.weight.dequantize() for m in (got, want)))
 
 
-@each("layout", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 def test_stacks_that_are_transposed(layout, tmp_path):
     """ModelOpt quantizes along K, and writes (G, K, N) where a model has its weights so:
 
@@ -665,8 +669,8 @@ CHANGING = {
 }
 
 
-@each("name", [*CHANGING])
-@each("stacked", [False, True])
+@pytest.mark.parametrize("name", [*CHANGING])
+@pytest.mark.parametrize("stacked", [False, True])
 def test_what_changes_results_is_refused(name, stacked, tmp_path):
     tensors, neutral = saved(tmp_path / "a", "modelopt", stacked), CHANGING[name]
     name = f"layers.1.{name}"
@@ -697,7 +701,7 @@ class Tied(nn.Module):
             self.lm_head.weight = self.embed.weight
 
 
-@each("names", [["embed"], ["lm_head"], ["embed", "lm_head"]], " ".join)
+@pytest.mark.parametrize("names", [["embed"], ["lm_head"], ["embed", "lm_head"]], ids=" ".join)
 def test_a_head_that_is_tied(names, tmp_path):
     values = torch.randn(32, HIDDEN)
     path = written(

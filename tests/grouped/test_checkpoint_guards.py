@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from grouped.nn import MoE
-from tests.helpers import BF16, each, raises
+from tests.helpers import BF16
 
 pytest.importorskip("safetensors")
 
@@ -40,7 +40,7 @@ def test_views_and_strides_are_written_as_whole_tensors(tmp_path):
     assert loaded.turned.is_leaf and loaded.turned.requires_grad
 
 
-@each("dtype", [torch.float16, BF16], ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=["float16", "bfloat16"])
 def test_quantized_weights_decode_to_the_dtype_of_the_module(dtype, tmp_path):
     checkpoint.save(Model().moe, tmp_path, "deepseek")
     loaded = Model().moe.to(dtype)
@@ -57,7 +57,7 @@ def test_a_tensor_that_would_be_broadcast_is_refused(tmp_path):
         tensors | {"router.weight": tensors["router.weight"][:1].clone()},
         folder / "model.safetensors",
     )
-    with raises(ValueError, "router.weight"):
+    with pytest.raises(ValueError, match="router.weight"):
         checkpoint.load(model, folder)
 
 

@@ -21,7 +21,7 @@ from grouped import checkpoint
 from grouped.checkpoint.shards import local_rows
 from grouped.checkpoint.weights import expert_weights
 from grouped.nn import GroupedMLP, MoE
-from tests.helpers import BF16, assert_same_bytes, raises
+from tests.helpers import BF16, assert_same_bytes
 
 from .test_checkpoint_damage import refused
 
@@ -62,7 +62,9 @@ def test_an_optimizer_that_has_the_old_parameters_says_so(low, plain):
     optimizer.step()
     assert not torch.equal(model.experts.down.weight, moe().experts.down.weight)
     checkpoint.load(model, low)
-    with raises(RuntimeError, "checkpoint.load replaced.*Make the optimizer after checkpoint.load"):
+    with pytest.raises(
+        RuntimeError, match="checkpoint.load replaced.*Make the optimizer after checkpoint.load"
+    ):
         optimizer.step()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
@@ -78,9 +80,9 @@ def test_masters_of_old_values_do_not_come_back(low, plain):
     step(optimizer)
     checkpoint.load(model, plain)
     for _ in range(2):
-        with raises(
+        with pytest.raises(
             RuntimeError,
-            "a master of a parameter .* checkpoint.load wrote.*Make the optimizer after",
+            match="a master of a parameter .* checkpoint.load wrote.*Make the optimizer after",
         ):
             step(optimizer)
     assert_same_bytes(model.experts.down.weight.detach(), moe().experts.down.weight.detach())
@@ -88,7 +90,7 @@ def test_masters_of_old_values_do_not_come_back(low, plain):
         optimizer = grouped.optim.AdamW(parameters, lr=0.1, master_weights=True)
         step(optimizer)
         checkpoint.load(model, plain)
-        with raises(RuntimeError, "a master of a parameter"):
+        with pytest.raises(RuntimeError, match="a master of a parameter"):
             step(optimizer)
     again = grouped.optim.AdamW(model.parameters(), lr=0.1, master_weights=True)
     step(again)
@@ -153,14 +155,16 @@ def test_offloaded_parameters(low, plain):
     model = accelerate.cpu_offload(moe(1))
     before = [(p, p.device) for p in model.parameters()]
     for path in (low, plain):
-        with raises(ValueError, "cannot fill .*: a hook of accelerate offloads it"):
+        with pytest.raises(ValueError, match="cannot fill .*: a hook of accelerate offloads it"):
             checkpoint.load(model, path)
     assert all(
         a is p and a.device == device
         for a, (p, device) in zip(model.parameters(), before, strict=True)
     )
     model = accelerate.cpu_offload(nn.ModuleDict({"router": nn.Linear(HIDDEN, EXPERTS)}))
-    with raises(ValueError, "cannot fill router.weight: a hook of accelerate offloads it"):
+    with pytest.raises(
+        ValueError, match="cannot fill router.weight: a hook of accelerate offloads it"
+    ):
         checkpoint.load(model, low)
 
 
@@ -224,6 +228,7 @@ def mesh():
     dist.destroy_process_group()
 
 
+@pytest.mark.distributed
 def test_loaded_modules_are_converted_afterwards(mesh, plain):
     """``Module.to`` swaps DTensors and GroupedTensors, which PyTorch refuses if somebody has a weak
     reference to one.
@@ -236,6 +241,7 @@ def test_loaded_modules_are_converted_afterwards(mesh, plain):
         assert model.to(torch.float16).experts.down.weight.dtype == torch.float16
 
 
+@pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore:When using")
 def test_one_process_of_fully_shard(mesh, low, plain):
     """FSDP2 replaces the parameters of its modules, the guard of FullyShardedDataParallel refuses."""
@@ -253,10 +259,11 @@ def test_one_process_of_fully_shard(mesh, low, plain):
                 checkpoint.load(model, path)
                 assert_same_bytes(model(x), want(x))
     model = FullyShardedDataParallel(moe(1), use_orig_params=True, device_id=torch.device("cpu"))
-    with raises(ValueError, "FullyShardedDataParallel keeps it in a flat parameter"):
+    with pytest.raises(ValueError, match="FullyShardedDataParallel keeps it in a flat parameter"):
         checkpoint.load(model, low, rename={r"_fsdp_wrapped_module\.": ""})
 
 
+@pytest.mark.distributed
 def test_parameters_that_cannot_be_replaced(mesh, low, tmp_path):
     """DTensors that another module shares, and transposed experts of FSDP2, whose parameters would
     change their shape.
@@ -268,7 +275,9 @@ def test_parameters_that_cannot_be_replaced(mesh, low, tmp_path):
     model.other = nn.Module()
     model.other.weight = experts.down.weight
     before = list(model.parameters())
-    with raises(ValueError, "cannot replace experts.down.weight: other modules share it"):
+    with pytest.raises(
+        ValueError, match="cannot replace experts.down.weight: other modules share it"
+    ):
         checkpoint.load(model, low)
     del model.other
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
@@ -286,14 +295,15 @@ def test_parameters_that_cannot_be_replaced(mesh, low, tmp_path):
     checkpoint.save(transposed(), tmp_path / "stacked", "modelopt", stacked=True)
     sharded = transposed()
     fully_shard(sharded.x, mesh=mesh)
-    with raises(
+    with pytest.raises(
         ValueError,
-        r"x.gate_up_proj has the shape \(2, 64, 128\) under fully_shard, quantized it has \(2, 128, 64\)",
+        match=r"x.gate_up_proj has the shape \(2, 64, 128\) under fully_shard, quantized it has \(2, 128, 64\)",
     ):
         checkpoint.load(sharded, tmp_path / "stacked")
     assert sharded.x.is_transposed and (sharded.x.down_proj.to_local() == 1).all()
 
 
+@pytest.mark.distributed
 def test_rows_of_a_rank(rank=3):
     """Groups that a mesh of two dimensions cuts in both orders, as parallel styles do, and
     unevenly.
@@ -333,7 +343,9 @@ def test_quantized_weights_that_are_trained_are_not_replaced_by_frozen_ones(low,
     model = moe(1)
     grouped.prepare(model, grouped.NVFP4(), trainable=True)
     before = {name: (p, p._version) for name, p in model.named_parameters()}
-    with raises(ValueError, "gate_up.weight is quantized and takes gradients.*requires_grad_"):
+    with pytest.raises(
+        ValueError, match="gate_up.weight is quantized and takes gradients.*requires_grad_"
+    ):
         checkpoint.load(model, low)
     assert all(
         p is before[name][0] and p._version == before[name][1]

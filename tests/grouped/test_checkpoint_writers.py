@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import BF16, each, raises
+from tests.helpers import BF16
 
 pytest.importorskip("safetensors")
 
@@ -51,15 +51,18 @@ def test_the_second_writer_is_refused_at_once(tmp_path):
             lambda: convert.convert(source, folder),
             lambda: files.Writer(folder, 1000),
         ):
-            with raises(
-                FileExistsError, rf"a is in use: process {os.getpid()} on .* remove .*{files.CLAIM}"
+            with pytest.raises(
+                FileExistsError,
+                match=rf"a is in use: process {os.getpid()} on .* remove .*{files.CLAIM}",
             ):
                 second()
-        with raises(ValueError, "a is not finished: process"):
+        with pytest.raises(ValueError, match="a is not finished: process"):
             checkpoint.load(mlp(), folder)
         writer.close()
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
-    with raises(FileExistsError, r"safetensors files \(model.safetensors\): choose another"):
+    with pytest.raises(
+        FileExistsError, match=r"safetensors files \(model.safetensors\): choose another"
+    ):
         checkpoint.save(mlp(), folder, "modelopt")
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
 
@@ -97,7 +100,7 @@ def test_a_writer_that_fails_removes_its_own_files_and_no_others(tmp_path):
     for name in ("notes.txt", "shard-0.1-abc.partial"):
         (tmp_path / name).write_text("mine")
     before = sorted(tmp_path.iterdir())
-    with raises(KeyError, "stop"), files.Writer(tmp_path, 8) as writer:
+    with pytest.raises(KeyError, match="stop"), files.Writer(tmp_path, 8) as writer:
         for i in range(3):
             writer.add(str(i), torch.ones(2))
         assert (
@@ -114,16 +117,16 @@ def test_what_a_crashed_writer_left_is_named(tmp_path):
         subprocess.run([sys.executable, "-W", "ignore", "-c", crash, str(tmp_path)]).returncode == 1
     )
     message = rf"process \d+ wrote a checkpoint there and has ended before it finished. If .* remove .*{files.CLAIM}"
-    with raises(FileExistsError, message):
+    with pytest.raises(FileExistsError, match=message):
         checkpoint.save(mlp(), tmp_path, "modelopt")
-    with raises(ValueError, message):
+    with pytest.raises(ValueError, match=message):
         checkpoint.load(mlp(), tmp_path)
     (tmp_path / files.CLAIM).unlink()
     next(tmp_path.glob("*.partial")).unlink()
     checkpoint.save(mlp(), tmp_path, "modelopt")
     checkpoint.load(mlp(), tmp_path)
     (tmp_path / files.CLAIM).write_text("no JSON")
-    with raises(ValueError, "is not finished: process unknown on unknown"):
+    with pytest.raises(ValueError, match="is not finished: process unknown on unknown"):
         checkpoint.load(mlp(), tmp_path)
 
 
@@ -132,7 +135,7 @@ def test_nothing_loads_before_the_last_file_has_its_name(tmp_path, monkeypatch):
         move, seen = getattr(Path, name), []
 
         def call(self, target):
-            with raises(ValueError, "not finished"):
+            with pytest.raises(ValueError, match="not finished"):
                 files.Reader(tmp_path)
             seen.append(target.name)
             return move(self, target)
@@ -152,7 +155,7 @@ def test_nothing_loads_before_the_last_file_has_its_name(tmp_path, monkeypatch):
 
 def test_a_claim_that_was_removed_is_noticed(tmp_path):
     with (
-        raises(FileExistsError, f"{files.CLAIM} was removed or replaced"),
+        pytest.raises(FileExistsError, match=f"{files.CLAIM} was removed or replaced"),
         files.Writer(tmp_path, 8) as writer,
     ):
         writer.add("x", torch.ones(2))
@@ -168,22 +171,26 @@ def test_a_claim_that_was_removed_is_noticed(tmp_path):
     assert not reader["x"].any() and not reader["y"].any()
 
 
-@each("name", ["model.safetensors.index.json", "hf_quant_config.json", "z.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors.index.json", "hf_quant_config.json", "z.safetensors"]
+)
 def test_left_files_that_would_be_mixed_in_are_refused(name, tmp_path):
     (tmp_path / name).write_text("{}")
-    with raises(FileExistsError, rf"{name}\): choose another folder"):
+    with pytest.raises(FileExistsError, match=rf"{name}\): choose another folder"):
         checkpoint.save(mlp(), tmp_path, "deepseek")
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-@each("value", ["5GB", 0, -1, 2.5, True, None], repr)
+@pytest.mark.parametrize("value", ["5GB", 0, -1, 2.5, True, None], ids=repr)
 def test_shard_bytes_is_a_positive_integer(value, tmp_path):
     source = source_in(tmp_path / "source")
     for call in (
         lambda: checkpoint.save(mlp(), tmp_path / "a", "modelopt", shard_bytes=value),
         lambda: convert.convert(source, tmp_path / "a", shard_bytes=value),
     ):
-        with raises(ValueError, f"shard_bytes must be a positive integer, .* got {value!r}"):
+        with pytest.raises(
+            ValueError, match=f"shard_bytes must be a positive integer, .* got {value!r}"
+        ):
             call()
     assert not (tmp_path / "a").exists()
 
@@ -196,9 +203,9 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(files, "save_file", full)
-    with raises(OSError, r"shard-0.*partial cannot be written: .*No space left"):
+    with pytest.raises(OSError, match=r"shard-0.*partial cannot be written: .*No space left"):
         checkpoint.save(mlp(), tmp_path / "a", "modelopt")
-    with raises(SystemExit, "1"):
+    with pytest.raises(SystemExit, match="1"):
         convert.main([str(source), str(tmp_path / "b"), "--to", "nvfp4"])
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "No space left" in error and "Traceback" not in error
@@ -209,12 +216,12 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full_later)
-    with raises(OSError, r"config.json.*partial cannot be written: No space left"):
+    with pytest.raises(OSError, match=r"config.json.*partial cannot be written: No space left"):
         checkpoint.save(mlp(), tmp_path / "a", "modelopt")
     assert not list((tmp_path / "a").iterdir())
 
 
-@each(
+@pytest.mark.parametrize(
     "change, message",
     [
         (
@@ -231,19 +238,19 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
             "is no whole safetensors file",
         ),
     ],
-    ["json", "list", "missing", "damaged"],
+    ids=["json", "list", "missing", "damaged"],
 )
 def test_faults_of_the_source_are_one_line(change, message, tmp_path, capsys):
     source = source_in(tmp_path / "source")
     change(source)
-    with raises(SystemExit, "1"):
+    with pytest.raises(SystemExit, match="1"):
         convert.main([str(source), str(tmp_path / "b"), "--to", "nvfp4"])
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
     assert not (tmp_path / "b").exists() or not list((tmp_path / "b").iterdir())
 
 
-@each(
+@pytest.mark.parametrize(
     "more, message",
     [
         (["--device", "nope"], "no device 'nope'"),
@@ -251,7 +258,7 @@ def test_faults_of_the_source_are_one_line(change, message, tmp_path, capsys):
     ],
 )
 def test_options_that_fail_later_fail_at_once(more, message, tmp_path, capsys):
-    with raises(SystemExit, "1"):
+    with pytest.raises(SystemExit, match="1"):
         convert.main(
             [str(source_in(tmp_path / "source")), str(tmp_path / "b"), "--to", "nvfp4", *more]
         )
@@ -272,8 +279,8 @@ def test_other_files_are_copied_before_the_folder_is_finished(tmp_path):
     )
 
 
-@each("layout", ["modelopt", "compressed-tensors", "deepseek"])
-@each("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors", "deepseek"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_weights_that_are_not_finite(layout, number, tmp_path):
     """Codes would turn an infinity into a finite number, or levels make a folder that no reader
     takes.
@@ -281,7 +288,7 @@ def test_weights_that_are_not_finite(layout, number, tmp_path):
     mlp = GroupedMLP(2, 128, 128, dtype=BF16)
     with torch.no_grad():
         mlp.down.weight[1, 3, 5] = number
-    with raises(ValueError, "down.weight has a NaN or an infinity"):
+    with pytest.raises(ValueError, match="down.weight has a NaN or an infinity"):
         checkpoint.save(mlp, tmp_path / "saved", layout=layout)
     (tmp_path / "plain").mkdir()
     save_file(
@@ -291,7 +298,7 @@ def test_weights_that_are_not_finite(layout, number, tmp_path):
         },
         tmp_path / "plain/a.safetensors",
     )
-    with raises(ValueError, "experts.1.down_proj.weight has a NaN or an infinity"):
+    with pytest.raises(ValueError, match="experts.1.down_proj.weight has a NaN or an infinity"):
         convert.convert(tmp_path / "plain", tmp_path / "converted", layout=layout)
     for name in ("saved", "converted"):
         assert not [*(tmp_path / name).iterdir()]

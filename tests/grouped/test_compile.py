@@ -11,15 +11,13 @@ from tests.helpers import (
     BF16,
     F32,
     I32,
-    Graphs,
+    GraphRecorder,
     assert_all_same,
     assert_same_buffers,
     assert_same_bytes,
-    each,
+    compile_full_graph,
     needs_compiler,
-    raises,
     sample,
-    whole_graph,
 )
 
 from .cases import (
@@ -35,11 +33,11 @@ from .cases import (
 
 K, N = 64, 48
 TOKENS = (40, 130, 7)
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def compiled(function):
-    frames = Graphs()
+    frames = GraphRecorder()
     return torch.compile(function, fullgraph=True, backend=frames), frames
 
 
@@ -74,7 +72,7 @@ CASES = [(mlp, name, True) for name in TRAINED] + [(mlp, "row-scaled", False)]
 CASES += [(linear, "nvfp4", True), (linear, "bf16", False), (linear, "delayed", False)]
 
 
-@each(("make", "name", "single"), CASES)
+@pytest.mark.parametrize(("make", "name", "single"), CASES)
 def test_training_with_changing_token_counts(make, name, single):
     module = make(TRAINED[name], single_parameter=single)
     twin, (function, frames) = copy.deepcopy(module), compiled(module)
@@ -109,7 +107,7 @@ def test_host_boundaries():
     assert_same_bytes(
         function(x, torch.tensor([13, 20, 35])).detach(), module(x, [13, 20, 35]).detach()
     )
-    with raises(Exception, "must not decrease"):
+    with pytest.raises(Exception, match="must not decrease"):
         function(x, [13, 12, 35])
 
 
@@ -141,8 +139,12 @@ def test_a_quantized_weight():
 
 
 #: One of each kind of buffers: the ops under them have tests of every format.
-every_format = each(
-    "fmt", {name: EVERY_FORMAT[name] for name in ("row-scaled", "fp8", "mxfp8", "128x128")}
+every_format = pytest.mark.parametrize(
+    "fmt",
+    [
+        pytest.param(EVERY_FORMAT[name], id=name)
+        for name in ("row-scaled", "fp8", "mxfp8", "128x128")
+    ],
 )
 
 
@@ -187,7 +189,7 @@ def test_products_into_given_buffers():
     assert (results[0][1][38:] == 5).all() and (results[0][0][1] == 1).all()
 
 
-@each("is_quantized", [False, True])
+@pytest.mark.parametrize("is_quantized", [False, True])
 def test_products_of_plain_rows_are_differentiated(is_quantized):
     def loss(x, bias, w, offs):
         return grouped.grouped_gemm(x, w, offs=offs, bias=bias, out_dtype=F32).square().sum()
@@ -230,8 +232,8 @@ def test_in_place_updates_inside_the_graph(fmt):
     assert_same_tensor(p.data, q.data)
 
 
-@each("name", ["bf16", "mxfp8"])
-@each("dynamic", [None, True])
+@pytest.mark.parametrize("name", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("dynamic", [None, True])
 def test_counts_whose_number_is_known_at_run_time_only(name, dynamic):
     """As of ``torch.bincount``, which says no more than a minimum of them."""
     layer, recipe = linear(ALL_RECIPES[name]), ALL_RECIPES[name]
@@ -246,9 +248,9 @@ def test_counts_whose_number_is_known_at_run_time_only(name, dynamic):
         return grouped.linear(x, layer.weight, layer.bias, route(x, experts), recipe)
 
     for called in (module, function):
-        once = whole_graph(called, dynamic=dynamic)
+        once = compile_full_graph(called, dynamic=dynamic)
         for experts in (torch.tensor([0, 0, 2, 2]), torch.tensor([1, 1, 1, 1, 2, 2])):
             x = sample(len(experts), K)
             assert_same_bytes(once(x, experts), called(x, experts))
-        with raises(Exception, "one end row for each of the 3 groups|u0.* 3"):
+        with pytest.raises(Exception, match="one end row for each of the 3 groups|u0.* 3"):
             once(sample(4, K), torch.tensor([0, 1, 2, 3]))

@@ -21,12 +21,10 @@ from tests.helpers import (
     assert_all_same,
     assert_same_buffers,
     assert_same_bytes,
-    each,
-    raises,
+    compile_full_graph,
+    forward_backward,
     sample,
-    saved,
-    step,
-    whole_graph,
+    save_and_load,
 )
 from tests.ops.test_delayed_update import by_column
 
@@ -50,7 +48,7 @@ def step_data(steps):
 
 
 def run(module, x, dy, function=None):
-    return step(module, x, dy, OFFS, function=function)
+    return forward_backward(module, x, dy, OFFS, function=function)
 
 
 def with_data():
@@ -146,8 +144,8 @@ def stacked(tensors, single):
     return copies if single else (torch.stack(copies[:G]), torch.stack(copies[G:]))
 
 
-@each("algorithm", ["max", "most_recent"])
-@each("single", [True, False])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("single", [True, False])
 def test_training_is_the_composition(single, algorithm):
     """Two of the steps have several microbatches."""
     is_first = (True, False, False, True, True, False, True, True)
@@ -160,7 +158,7 @@ def test_training_is_the_composition(single, algorithm):
             optimizer.step()
         offs = torch.tensor([[13, 13, 35], [5, 20, 40], [0, 0, 40]][i % 3], dtype=I32)
         w, b = stacked(layer.parameters(), single)
-        y, dx, *grads = step(layer, x, dy, offs, is_first_microbatch=is_first[i])
+        y, dx, *grads = forward_backward(layer, x, dy, offs, is_first_microbatch=is_first[i])
         want = composed.step(w, b, x, dy, offs, is_first[i])
         assert_all_same((y, dx, *stacked(grads, single)), want)
         composed.assert_state_of(layer)
@@ -291,7 +289,7 @@ class Block(nn.Module):
         self.up = GroupedLinear(G, K, N, recipe=RECIPE, dtype=BF16)
         self.down = GroupedLinear(G, N, N, recipe=RECIPE, dtype=BF16)
         self.recompute = recompute
-        self.layers = whole_graph(self.run_layers) if is_compiled else self.run_layers
+        self.layers = compile_full_graph(self.run_layers) if is_compiled else self.run_layers
 
     def run_layers(self, x, offs):
         return self.down(self.up(x, offs).relu(), offs)
@@ -302,10 +300,10 @@ class Block(nn.Module):
         return self.layers(x, offs)
 
 
-@each("compiled", ["nothing", "inside", "outside"])
+@pytest.mark.parametrize("compiled", ["nothing", "inside", "outside"])
 def test_recomputation_changes_nothing(compiled):
     plain, recomputing = Block(False), Block(True, compiled == "inside")
-    function = whole_graph(recomputing) if compiled == "outside" else recomputing
+    function = compile_full_graph(recomputing) if compiled == "outside" else recomputing
     for x, dy in step_data(4):
         assert_all_same(run(recomputing, x, dy, function), run(plain, x, dy))
         assert_same_state(recomputing, plain)
@@ -314,7 +312,7 @@ def test_recomputation_changes_nothing(compiled):
 def test_reentrant_recomputation_raises():
     layer, x, dy = with_data()
     y = checkpoint(layer, x.clone().requires_grad_(), OFFS, use_reentrant=True)
-    with raises(RuntimeError, "use_reentrant=False"):
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
         y.backward(dy)
 
 
@@ -324,7 +322,7 @@ def test_state_is_copied_saved_and_loaded():
     discrete.load_state_dict(layer.state_dict())
     loaded = make_layer()
     loaded.load_state_dict(discrete.state_dict())
-    twins = [copy.deepcopy(layer), saved(layer, weights_only=False), loaded]
+    twins = [copy.deepcopy(layer), save_and_load(layer, weights_only=False), loaded]
     for twin in (*twins, discrete):
         assert_same_state(twin, layer)
     want = run(layer, *data[0])
@@ -342,7 +340,7 @@ def test_state_dict_keys_and_shapes():
         **{f"scaling.{role}_amax_history": (4, G) for role in ROLES},
     }
     assert not any("scaling" in k for k in make_layer(recipes.BF16()).state_dict())
-    with raises(RuntimeError, r"Missing key.*scaling.input_scale"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*scaling.input_scale"):
         layer.load_state_dict(make_layer(recipes.BF16()).state_dict())
 
 
@@ -392,21 +390,21 @@ def test_the_functional_form_checks_its_state():
         (RECIPE, DelayedScaling(RECIPE, 2), "scaling was made for 2 groups"),
         (RECIPE, DelayedScaling(recipes.FP8Delayed(), G), "scaling was made for 3 groups"),
     ):
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             grouped.linear(x, w, None, OFFS, recipe, scaling=scaling)
 
 
 def test_delayed_scaling_checks_its_arguments():
-    with raises(TypeError, "must be a grouped.recipes.FP8Delayed"):
+    with pytest.raises(TypeError, match="must be a grouped.recipes.FP8Delayed"):
         DelayedScaling(recipes.BF16(), G)
-    with raises(ValueError, "num_groups must be positive"):
+    with pytest.raises(ValueError, match="num_groups must be positive"):
         DelayedScaling(RECIPE, 0)
 
 
 def test_a_layer_made_with_another_recipe_has_no_state():
     layer, x = make_layer(recipes.BF16()), sample(40, K)
     layer.recipe = RECIPE
-    with raises(RuntimeError, "make it with this recipe"):
+    with pytest.raises(RuntimeError, match="make it with this recipe"):
         layer(x, OFFS)
 
 
@@ -424,12 +422,12 @@ def test_transforms_take_an_evaluated_layer():
     assert_same_bytes(torch.func.grad(loss)(x), want)
     assert_same_buffers(state_of(layer), before)
     layer.train()
-    with raises(RuntimeError, r"call eval\(\) on the layer"):
+    with pytest.raises(RuntimeError, match=r"call eval\(\) on the layer"):
         torch.func.grad(loss)(x)
     assert_same_buffers(state_of(layer), before)
 
 
-@each("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nonfinite_inputs_reach_the_output_and_no_scale(value):
     layer, (x, dy) = make_layer(recipes.FP8Delayed(history_length=4)), step_data(1)[0]
     finite = x.clone()
@@ -445,7 +443,7 @@ def test_nonfinite_inputs_reach_the_output_and_no_scale(value):
     assert (layer.scaling.scale("input")[2] == 0) == (amax == 0)
 
 
-@each("recipe", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
+@pytest.mark.parametrize("recipe", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
 def test_the_state_is_unchanged_under_another_recipe(recipe):
     layer = GroupedLinear(G, K, N, recipe=RECIPE)
     plain = GroupedLinear(G, K, N, recipe=recipe)
@@ -513,8 +511,8 @@ def microbatches(kind, count, scale=2.0**-20):
     ]
 
 
-@each("count", [1, 3])
-@each("name", [*MODULE_CASES])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", [*MODULE_CASES])
 def test_groups_start_with_the_scales_of_their_amaxes(name, count):
     """All microbatches of the first step have the bits of FP8Current."""
     kind, options = MODULE_CASES[name]
@@ -548,14 +546,14 @@ def test_a_group_without_rows_starts_later():
     assert has_not_started == [[False, True, False], [False] * 3, [False, True, False]]
     assert layer.scaling._may_be_zero == [True, False, True]
     for _ in range(2):
-        step(layer, x, dy, torch.tensor([13, 20, 40], dtype=I32))
+        forward_backward(layer, x, dy, torch.tensor([13, 20, 40], dtype=I32))
     assert all((layer.scaling.scale(role) > 0).all() for role in ROLES)
     assert layer.scaling._may_be_zero == [False] * 3
     layer.scaling.reset()
     assert layer.scaling._may_be_zero == [True] * 3
 
 
-@each("initial", ["current", "one"])
+@pytest.mark.parametrize("initial", ["current", "one"])
 def test_state_of_another_initial_scale_loads(initial):
     """Groups that have started keep their scales; the others start as the recipe says."""
     recipe, (x, dy) = dataclasses.replace(RECIPE, initial_scale=initial), step_data(1)[0]
@@ -592,16 +590,17 @@ def test_an_overflow_does_not_change_later_scales():
         assert (layer.scaling.scale("grad_output")[0] > 0) == propagate
 
 
+@pytest.mark.compile
 def test_a_compiled_new_layer_has_the_bits_of_eager_mode():
     layer, compiled = make_layer(), make_layer()
-    function = whole_graph(compiled)
+    function = compile_full_graph(compiled)
     for x, dy in step_data(3):
         assert_all_same(run(layer, x, dy), run(compiled, x, dy, function))
         compiled.scaling.poll()
         assert_same_state(compiled, layer)
 
 
-@each("name", [*MODULE_CASES])
+@pytest.mark.parametrize("name", [*MODULE_CASES])
 def test_polling_changes_no_bit(name):
     """The host may learn that all groups have started, or may compute current amaxes forever."""
     kind, options = MODULE_CASES[name]
@@ -613,8 +612,8 @@ def test_polling_changes_no_bit(name):
     assert_same_state(got, want)
 
 
-@each("initial", ["current", "one"])
-@each("recompute", [False, True])
+@pytest.mark.parametrize("initial", ["current", "one"])
+@pytest.mark.parametrize("recompute", [False, True])
 def test_the_amax_of_weighted_activations_counts(recompute, initial):
     """The gradient of W2 multiplies p a: amaxes of its input with p = 4 are 4 times those of 1."""
     recipe, amaxes = dataclasses.replace(RECIPE, initial_scale=initial), []
@@ -632,13 +631,13 @@ def test_the_amax_of_weighted_activations_counts(recompute, initial):
         )
         torch.manual_seed(2)
         x, dy = sample(40, K), sample(40, K)
-        step(moe, x, dy)
+        forward_backward(moe, x, dy)
         amaxes.append(moe.experts.down.scaling.amax_history("input")[0].clone())
     assert amaxes[0].all()
     assert_same_bytes(amaxes[1], 4 * amaxes[0])
 
 
-@each("name", [*MODULE_CASES])
+@pytest.mark.parametrize("name", [*MODULE_CASES])
 def test_two_forwards_before_a_backward_keep_their_scales(name):
     """The first call keeps its scales, though the buffers are written before its backward pass."""
     kind, options = MODULE_CASES[name]
@@ -661,17 +660,17 @@ def test_two_forwards_before_a_backward_keep_their_scales(name):
 def test_a_later_microbatch_needs_the_copy_of_the_first():
     layer, x, dy = with_data()
     leaf = x.clone().requires_grad_()
-    with raises(RuntimeError, "a call with True kept; none was"):
+    with pytest.raises(RuntimeError, match="a call with True kept; none was"):
         layer(x, OFFS, is_first_microbatch=False)
     with torch.no_grad():
         layer(x, OFFS, is_first_microbatch=True)
         want = layer(leaf, OFFS, is_first_microbatch=False)
     # Without a gradient of x no GEMM reads the columnwise copy.
     assert_same_bytes(layer(x, OFFS, is_first_microbatch=False).detach(), want)
-    with raises(RuntimeError, "needs the columnwise weight for the gradient of x"):
+    with pytest.raises(RuntimeError, match="needs the columnwise weight for the gradient of x"):
         layer(leaf, OFFS, is_first_microbatch=False)
     layer(leaf, OFFS, is_first_microbatch=True).backward(dy)
     layer(leaf, OFFS, is_first_microbatch=False).backward(dy)
     layer.scaling.update()
-    with raises(RuntimeError, "Pass True after each step"):
+    with pytest.raises(RuntimeError, match="Pass True after each step"):
         layer(x, OFFS, is_first_microbatch=False)

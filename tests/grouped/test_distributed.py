@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import grouped
-from grouped.parallel.expert_parallel import expert_capacity
-from tests.helpers import assert_same_buffers, each, raises, sample
+from grouped.parallel import expert_capacity
+from tests.helpers import assert_same_buffers, sample
 
 from .cases import (
     EVERY_FORMAT,
@@ -41,6 +41,7 @@ def folder(tmp_path_factory):
     return launch(SUBJECTS, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", load_checks(SUBJECTS))
 def test_on_two_ranks(folder, name):
     assert_passed(folder, name)
@@ -59,7 +60,7 @@ def test_capacity_of_even_routing():
     )
 
 
-@each(
+@pytest.mark.parametrize(
     ("given", "error", "message"),
     [
         ((0, 2, 8, 4), ValueError, "num_tokens must be positive, got 0"),
@@ -71,7 +72,7 @@ def test_capacity_of_even_routing():
     ],
 )
 def test_capacities_that_cannot_be(given, error, message):
-    with raises(error, message):
+    with pytest.raises(error, match=message):
         expert_capacity(*given)
 
 
@@ -92,7 +93,7 @@ def state_of():
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
-@each("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
 def test_checkpoints_keep_the_bytes_of_every_format(tmp_path, is_async):
     """What is staged does not follow later writes."""
     state, other = state_of(), {name: t.detach() for name, t in state_of().items()}

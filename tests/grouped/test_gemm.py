@@ -1,5 +1,6 @@
 import functools
 
+import pytest
 import torch
 
 import grouped
@@ -12,12 +13,9 @@ from tests.helpers import (
     I32,
     SPLITS,
     assert_same_bytes,
-    each,
     end_rows,
-    raises,
-    refusals,
+    row_ranges,
     sample,
-    spans,
 )
 
 from . import cases
@@ -38,7 +36,7 @@ TRIOS = {
     "mxfp8": (MXFP8(), MXFP8(), MXFP8(E5M2)),
     "mxfp8, square weights": (MXFP8(), MXFP8(block=(32, 32)), MXFP8()),
 }
-each_trio = each("trio", TRIOS)
+each_trio = pytest.mark.parametrize("trio", TRIOS.values(), ids=TRIOS)
 
 
 #: fp32 accumulation over at most a few hundred products, and one factor.
@@ -71,7 +69,7 @@ def products(x, w, dy, **options):
 
 
 @each_trio
-@each("splits", SPLITS)
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_products_of_the_decoded_members(trio, splits):
     x, w, dy = quantized(trio, splits, tensors(splits))
     y, dx, dw = products(x, w, dy, out_dtype=F32)
@@ -80,7 +78,7 @@ def test_products_of_the_decoded_members(trio, splits):
     (row, column), (weight, weight_t), (dy_row, dy_column) = (
         [t.dequantize(F32, way).double() for way in ways] for t in (x, w, dy)
     )
-    for g, (start, end) in enumerate(spans(splits)):
+    for g, (start, end) in enumerate(row_ranges(splits)):
         if start == end:
             assert not dw[g].any()
             continue
@@ -96,7 +94,7 @@ def test_out_alpha_bias_and_accumulate(trio):
     x, w, dy = quantized(trio, splits, tensors(splits))
     bias, alpha = torch.randn(3, N), torch.tensor([2.0, 0.5, -1.0])  # powers of two: no rounding
     y, dx, dw = products(x, w, dy, out_dtype=F32)
-    scaled = torch.cat([y[a:b] * alpha[g] + bias[g] for g, (a, b) in enumerate(spans(splits))])
+    scaled = torch.cat([y[a:b] * alpha[g] + bias[g] for g, (a, b) in enumerate(row_ranges(splits))])
     for dtype in (BF16, F16, F32):
         got = grouped.grouped_gemm(x, w, bias=bias, alpha=alpha, out_dtype=dtype)
         assert_same_bytes(got[:32], scaled.to(dtype))
@@ -116,7 +114,7 @@ def test_out_alpha_bias_and_accumulate(trio):
 
 
 @each_trio
-@each("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_gradients_of_plain_activations(trio, dtype):
     ends = torch.tensor(end_rows((0, 130, 0, 7)), dtype=I32)
     x, weight, dy = (t.to(dtype) for t in tensors((0, 130, 0, 7)))
@@ -130,7 +128,7 @@ def test_gradients_of_plain_activations(trio, dtype):
         x.grad, grouped.grouped_gemm(dy, w, offs=ends, transpose_b=True, out_dtype=dtype)
     )
     assert_same_bytes(bias.grad, torch.ops.cute_kernels.grouped_dbias(dy.float(), ends))
-    for g, (start, end) in enumerate(spans((0, 130, 0, 7))):
+    for g, (start, end) in enumerate(row_ranges((0, 130, 0, 7))):
         if start < end:
             close(
                 y[start:end],
@@ -141,7 +139,7 @@ def test_gradients_of_plain_activations(trio, dtype):
 def test_a_product_of_quantized_parameters_has_no_derivative():
     x, w, _ = operands()
     y = grouped.grouped_gemm(x, torch.nn.Parameter(w))
-    with raises(RuntimeError, r"no derivative.*grouped\.nn"):
+    with pytest.raises(RuntimeError, match=r"no derivative.*grouped\.nn"):
         y.sum().backward()
 
 
@@ -149,8 +147,8 @@ X, W, _ = operands()
 PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
 
 
-test_grouped_gemm_refuses = refusals(
-    lambda given: grouped.grouped_gemm(**given),
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
     [
         ({"a": X, "b": W.dequantize()}, TypeError, "GroupedTensor and Tensor"),
         ({"a": PLAIN["a"], "b": X, "offs": [7, 7, 33]}, ValueError, "b must be uniform"),
@@ -168,6 +166,9 @@ test_grouped_gemm_refuses = refusals(
         ({"a": X, "b": W, "transpose_b": True}, ValueError, "as b contracts, 96"),
     ],
 )
+def test_grouped_gemm_refuses(given, error, message):
+    with pytest.raises(error, match=message):
+        grouped.grouped_gemm(**given)
 
 
 def test_a_direction_that_is_missing_is_named():
@@ -184,5 +185,5 @@ def test_a_direction_that_is_missing_is_named():
         ("b has no columnwise copy", lambda: grouped.grouped_gemm(column, x)),
         ("b has no columnwise copy", plain.backward),
     ):
-        with raises(RuntimeError, message):
+        with pytest.raises(RuntimeError, match=message):
             call()

@@ -13,7 +13,7 @@ from cute_kernels.formats import MXFP8, NVFP4, FP8Block
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP, MoE
 from grouped.parallel import wire_format as wire
-from tests.helpers import assert_all_same, each, whole_graph
+from tests.helpers import assert_all_same, compile_full_graph
 
 from .cases import FP8_RECIPES, RECIPES
 
@@ -73,8 +73,8 @@ def module_of(kind, recipe, **options):
     return kind(recipe, **options)
 
 
-@each("kind", [linear, mlp, moe], lambda kind: kind.__name__)
-@each("name", [*ALL])
+@pytest.mark.parametrize("kind", [linear, mlp, moe], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("name", [*ALL])
 def test_a_step_with_an_overflow_is_skipped(name, kind):
     for place in ("x", "dy"):
         for value in VALUES:
@@ -84,8 +84,8 @@ def test_a_step_with_an_overflow_is_skipped(name, kind):
             assert scaled_step(module, *tensors())[0]
 
 
-@each("kind", [mlp, moe], lambda kind: kind.__name__)
-@each("name", [*ALL])
+@pytest.mark.parametrize("kind", [mlp, moe], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("name", [*ALL])
 def test_an_overflow_between_the_layers_is_seen(name, kind):
     module = module_of(kind, ALL[name])
     experts = module.experts if kind is moe else module
@@ -95,14 +95,14 @@ def test_an_overflow_between_the_layers_is_seen(name, kind):
     assert not scaled_step(module, x.abs() * 0 + 200, dy)[0]
 
 
-@each("name", [*ALL])
+@pytest.mark.parametrize("name", [*ALL])
 def test_only_the_expert_whose_rows_hold_it(name):
     for place in ("x", "dy"):
         _, (dw, *_) = scaled_step(module_of(linear, ALL[name]), *tensors(torch.inf, place))
         assert not dw[0].isfinite().all() and dw[1:].isfinite().all()
 
 
-@each("name", [*ALL])
+@pytest.mark.parametrize("name", [*ALL])
 def test_biases_recomputed_layers_and_separate_parameters(name):
     for make, options in (
         (linear, {"single_parameter": False}),
@@ -115,7 +115,7 @@ def test_biases_recomputed_layers_and_separate_parameters(name):
             )[0]
 
 
-@each("name", [*ALL])
+@pytest.mark.parametrize("name", [*ALL])
 def test_a_gradient_that_is_added_to_is_not_finite(name):
     layer = module_of(linear, ALL[name], fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.zeros(layer.weight.shape)
@@ -127,17 +127,19 @@ def test_a_gradient_that_is_added_to_is_not_finite(name):
     )
 
 
-@each("name", ["nvfp4", "fp8-block", "fp8", "delayed"])
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-block", "fp8", "delayed"])
 def test_compiled(name):
     for kind in (linear, mlp):
         module = module_of(kind, ALL[name])
-        function = whole_graph(module)
+        function = compile_full_graph(module)
         assert scaled_step(module, *tensors(), function)[0]
         for place, value in (("x", torch.inf), ("dy", torch.nan), ("dy", -torch.inf)):
             assert not scaled_step(module, *tensors(value, place), function)[0]
 
 
-@each(
+@pytest.mark.emulated
+@pytest.mark.parametrize(
     ("name", "backend"),
     [
         *((name, "emulated:sm_90a") for name in ("fp8-block", "row-scaled", "delayed")),
@@ -151,14 +153,17 @@ def test_on_kernels(name, backend):
             assert not scaled_step(module, *tensors(value, place))[0]
 
 
-@each(("name", "backend"), [("fp8-block", "emulated:sm_90a"), ("delayed", "emulated:sm_100a")])
+@pytest.mark.emulated
+@pytest.mark.parametrize(
+    ("name", "backend"), [("fp8-block", "emulated:sm_90a"), ("delayed", "emulated:sm_100a")]
+)
 def test_experts_on_kernels(name, backend):
     with cute_kernels.backend(backend):
         assert not scaled_step(module_of(moe, ALL[name]), *tensors(torch.inf, "dy"))[0]
 
 
-@each("kind", [linear, mlp, moe], lambda kind: kind.__name__)
-@each("name", [*ALL])
+@pytest.mark.parametrize("kind", [linear, mlp, moe], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("name", [*ALL])
 def test_finite_gradients_have_the_bits_that_they_have_without(name, kind):
     silent = dataclasses.replace(ALL[name], propagate_nonfinite=False)
     got, want = (
@@ -167,14 +172,16 @@ def test_finite_gradients_have_the_bits_that_they_have_without(name, kind):
     assert_all_same(got, want)
 
 
-@each("name", [name for name in FP8_RECIPES if not name.startswith("mxfp8")])
+@pytest.mark.parametrize("name", [name for name in FP8_RECIPES if not name.startswith("mxfp8")])
 def test_an_infinity_saturates_without_the_option(name):
     module = module_of(linear, dataclasses.replace(ALL[name], propagate_nonfinite=False))
     assert scaled_step(module, *tensors(torch.inf, "x"))[0]
 
 
-@each("fmt", [FP8Block(), FP8Block(pow2_scales=False), MXFP8(), NVFP4(row_scaled=True)], str)
-@each("value", VALUES)
+@pytest.mark.parametrize(
+    "fmt", [FP8Block(), FP8Block(pow2_scales=False), MXFP8(), NVFP4(row_scaled=True)], ids=str
+)
+@pytest.mark.parametrize("value", VALUES)
 def test_rows_that_travel_between_processes_keep_it(fmt, value):
     x, _ = tensors(value, "x")
     y = wire.unpack(wire.pack(x, fmt), K, fmt, torch.float16)

@@ -1,3 +1,5 @@
+"""In-place ops, optimizers and initializers of quantized weights, against decode, op, quantize."""
+
 import warnings
 
 import pytest
@@ -7,15 +9,15 @@ from torch import nn
 import grouped
 from grouped import GroupedTensor
 from grouped.tensor import lost_updates as updates
-from tests.helpers import BF16, U8, assert_same_buffers, assert_same_bytes, each, raises, sample
+from tests.helpers import BF16, U8, assert_same_buffers, assert_same_bytes, sample
 
 from .cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, pointers, weight
 
-every_format = each("fmt", EVERY_FORMAT)
+every_format = pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
 
 
 def assert_holds(p, dense):
-    """The bytes of ``p`` are those of ``dense`` quantized."""
+    """Check that p has the bytes of ``dense``, quantized."""
     rowwise, columnwise = p.rowwise is not None, p.columnwise is not None
     want = grouped.quantize(
         dense.to(p.dtype),
@@ -41,40 +43,61 @@ IN_PLACE = {
     "lerp_": lambda t, other: t.lerp_(other, 0.25),
     "uniform_": lambda t, _: t.uniform_(-1, 1),
     "normal_": lambda t, _: t.normal_(),
-    "chain": lambda t, other: t.zero_().add_(other).mul_(2),
 }
 
 
-@each("op", IN_PLACE)
-@each("groups", {"ragged": {"offs": [13, 40]}, "shapes": {"shapes": [(5, 64), (0, 32), (13, 64)]}})
+in_groups = pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param({"offs": [13, 40]}, id="ragged"),
+        pytest.param({"shapes": [(5, 64), (0, 32), (13, 64)]}, id="shapes"),
+    ],
+)
+
+
+def shape_of(groups):
+    return (40, 32) if "offs" in groups else (1280,)
+
+
+@pytest.mark.parametrize("op", IN_PLACE.values(), ids=IN_PLACE)
+@in_groups
 @every_format
 def test_in_place_ops(fmt, groups, op):
-    shape = (40, 32) if "offs" in groups else (1280,)
+    shape = shape_of(groups)
     x = grouped.quantize(sample(*shape), fmt, columnwise=True, **groups)
-    other, dense, before = sample(*shape), x.dequantize(), pointers(x)
+    operand, dense, before = sample(*shape), x.dequantize(), pointers(x)
     view = x.detach()
     torch.manual_seed(1)
-    assert op(x, other) is x
+    assert op(x, operand) is x
     torch.manual_seed(1)
-    if op is IN_PLACE["chain"]:  # Each op of it quantizes; the others have one step.
-        dense = grouped.quantize(other, fmt, **groups).dequantize() * 2
-    else:
-        dense = op(dense, other)
+    dense = op(dense, operand)
     assert_holds(x, dense)
     assert pointers(x) == before
     assert_same_buffers(bytes_of(view), bytes_of(x))
 
 
+@in_groups
+@every_format
+def test_chained_in_place_ops_quantize_at_each_op(fmt, groups):
+    x = grouped.quantize(sample(*shape_of(groups)), fmt, columnwise=True, **groups)
+    operand, before = sample(*shape_of(groups)), pointers(x)
+    view = x.detach()
+    assert x.zero_().add_(operand).mul_(2) is x
+    assert_holds(x, grouped.quantize(operand, fmt, **groups).dequantize() * 2)
+    assert pointers(x) == before
+    assert_same_buffers(bytes_of(view), bytes_of(x))
+
+
 def test_in_place_ops_match_keywords_by_name():
-    p, other = parameter(requires_grad=False), weight()
+    p, operand = parameter(requires_grad=False), weight()
     dense = p.dequantize()
     for call in (
-        lambda t: t.addcmul_(value=0.5, tensor2=other, tensor1=t),
+        lambda t: t.addcmul_(value=0.5, tensor2=operand, tensor1=t),
         lambda t: t.add_(alpha=2, other=t),
         lambda t: t.clamp_(max=0.5, min=-0.25),
         lambda t: t.normal_(std=0.5, mean=3.0),
-        lambda t: t.lerp_(weight=0.25, end=other),
-        lambda t: t.masked_fill_(value=1.0, mask=other > 0),
+        lambda t: t.lerp_(weight=0.25, end=operand),
+        lambda t: t.masked_fill_(value=1.0, mask=operand > 0),
         lambda t: t.add_(t.detach()),  # two views
     ):
         torch.manual_seed(1)
@@ -86,9 +109,9 @@ def test_in_place_ops_match_keywords_by_name():
 
 
 @every_format
-def test_in_place_on_the_parameter_itself_needs_no_grad(fmt):
+def test_in_place_ops_of_a_parameter_need_no_grad(fmt):
     p = parameter(fmt=fmt)
-    with raises(RuntimeError, "leaf Variable"):
+    with pytest.raises(RuntimeError, match="leaf Variable"):
         p.mul_(2)
     with torch.no_grad():
         assert p.mul_(2) is p
@@ -96,8 +119,8 @@ def test_in_place_on_the_parameter_itself_needs_no_grad(fmt):
 
 
 @every_format
-def test_copying_equal_formats_keeps_the_bytes(fmt):
-    """Decoded and quantized again, a row-scaled tensor of fp32 would not always be the same."""
+def test_copying_an_equal_format_copies_the_bytes(fmt):
+    """Decoding and quantizing would not always restore a row-scaled tensor of fp32."""
     source = grouped.quantize(sample(40, 32), fmt, offs=[13, 40], columnwise=True)
     target = grouped.quantize(sample(40, 32), fmt, offs=[20, 30], columnwise=True)
     assert target.copy_(source) is target
@@ -105,38 +128,41 @@ def test_copying_equal_formats_keeps_the_bytes(fmt):
 
 
 @every_format
-def test_copying_another_format_requantizes(fmt):
+def test_copying_a_different_format_requantizes(fmt):
     source = grouped.quantize(weight(), FORMATS["row-scaled"])
     target = parameter(False, fmt)
     before = pointers(target)
     target.copy_(source)
     assert_holds(target, source.dequantize())
     assert pointers(target) == before
-    both = parameter(False, fmt)
+
+
+@every_format
+def test_copying_between_one_direction_and_two(fmt):
+    two_directions = parameter(False, fmt)
     rowwise = grouped.quantize(weight(), fmt)
-    rowwise.copy_(both)
-    assert_same_bytes(rowwise.dequantize(), both.dequantize())
-    both.copy_(rowwise)
-    assert_holds(both, rowwise.dequantize())
+    rowwise.copy_(two_directions)
+    assert_same_bytes(rowwise.dequantize(), two_directions.dequantize())
+    two_directions.copy_(rowwise)
+    assert_holds(two_directions, rowwise.dequantize())
 
 
-@each("groups", [2, 4])
-def test_copying_another_shape_is_refused(groups):
-    with raises(RuntimeError, "expand"):
+@pytest.mark.parametrize("groups", [2, 4])
+def test_copying_a_different_shape_is_refused(groups):
+    with pytest.raises(RuntimeError, match="expand"):
         parameter(requires_grad=False).copy_(weight(groups))
 
 
 INITIALIZERS = {
     "uniform_": {},
     "normal_": {"std": 0.02},
-    "trunc_normal_": {"std": 0.5, "a": -0.5, "b": 0.5},
     "constant_": {"val": 0.5},
     "zeros_": {},
     "kaiming_uniform_": {"a": 5**0.5},
 }
 
 
-@each(("name", "options"), INITIALIZERS.items(), INITIALIZERS)
+@pytest.mark.parametrize(("name", "options"), INITIALIZERS.items(), ids=INITIALIZERS)
 def test_initializers_return_self(name, options):
     p, dense = parameter(), torch.empty(3, 48, 64, dtype=BF16)
     init = getattr(nn.init, name)
@@ -144,10 +170,16 @@ def test_initializers_return_self(name, options):
     assert init(p, **options) is p
     torch.manual_seed(2)
     init(dense, **options)
-    if name == "trunc_normal_":  # rejects quantized samples, so the draws differ
-        assert p.dequantize().abs().max() <= 0.5
-    else:
-        assert_holds(p, dense)
+    assert_holds(p, dense)
+    assert p.requires_grad and isinstance(p, nn.Parameter)
+
+
+def test_trunc_normal_stays_within_its_bounds():
+    """It rejects samples after they are quantized, so its random numbers are not torch's."""
+    p = parameter()
+    torch.manual_seed(2)
+    assert nn.init.trunc_normal_(p, std=0.5, a=-0.5, b=0.5) is p
+    assert p.dequantize().abs().max() <= 0.5
     assert p.requires_grad and isinstance(p, nn.Parameter)
 
 
@@ -163,8 +195,8 @@ OPTIMIZERS = {
 }
 
 
-@each("loop", ["foreach", "for loop"])
-@each(("optimizer", "options"), OPTIMIZERS)
+@pytest.mark.parametrize("loop", ["foreach", "for loop"])
+@pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers_step_as_on_a_decoded_parameter(optimizer, options, loop):
     p = parameter()
     dense = nn.Parameter(p.dequantize().detach().clone())
@@ -180,12 +212,12 @@ def test_optimizers_step_as_on_a_decoded_parameter(optimizer, options, loop):
             dense.copy_(p.dequantize())
     assert pointers(p) == before
     assert isinstance(p, nn.Parameter) and type(p.data) is GroupedTensor
-    held = [v for v in states[0].state[p].values() if isinstance(v, torch.Tensor)]
-    assert all(type(v) is torch.Tensor for v in held)
+    state_tensors = [v for v in states[0].state[p].values() if isinstance(v, torch.Tensor)]
+    assert all(type(v) is torch.Tensor for v in state_tensors)
     states[0].load_state_dict(states[0].state_dict())
 
 
-@each(
+@pytest.mark.parametrize(
     ("optimizer", "options"),
     [
         *((o, {"fused": True}) for o in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)),
@@ -193,7 +225,7 @@ def test_optimizers_step_as_on_a_decoded_parameter(optimizer, options, loop):
     ],
 )
 @every_format
-def test_a_step_on_any_format(fmt, optimizer, options):
+def test_optimizers_step_every_format(fmt, optimizer, options):
     p = parameter(fmt=fmt)
     dense = nn.Parameter(p.dequantize().detach().clone())
     grad, before = weight(), dense.detach().clone()
@@ -212,14 +244,14 @@ def test_weight_decay_of_adamw_shrinks_then_updates():
     assert_holds(p, dense * 0.75)
 
 
-@each("foreach", [True, False])
+@pytest.mark.parametrize("foreach", [True, False])
 def test_clipping(foreach):
     p, plain = parameter(), nn.Parameter(torch.randn(4))
     p.grad, plain.grad = weight(), torch.randn(4)
     norm = nn.utils.clip_grad_norm_([p, plain], 0.5, foreach=foreach)
-    both = torch.cat([p.grad.float().flatten(), plain.grad])
+    gradients = torch.cat([p.grad.float().flatten(), plain.grad])
     assert norm > 1
-    torch.testing.assert_close(both.norm(), torch.tensor(0.5), rtol=1e-2, atol=0)
+    torch.testing.assert_close(gradients.norm(), torch.tensor(0.5), rtol=1e-2, atol=0)
     nn.utils.clip_grad_value_([p], 1e-3)
     assert p.grad.abs().max() <= 1e-3
 
@@ -249,7 +281,7 @@ def test_only_the_live_rows_of_a_ragged_tensor_are_rewritten(fmt):
     assert not x.dequantize()[30:].any()
 
 
-def test_in_inference_mode():
+def test_in_place_ops_in_inference_mode():
     with torch.inference_mode():
         p = grouped.quantize(weight(), WEIGHT_FORMAT)
         dense = p.dequantize()
@@ -267,7 +299,7 @@ TINY = {
 
 @pytest.fixture
 def large():
-    """A weight beside whose values updates of 1e-4 round away."""
+    """A weight whose values are so large that updates of 1e-4 round away."""
     return nn.Parameter(grouped.quantize(weight() + 8, WEIGHT_FORMAT, columnwise=True))
 
 
@@ -278,7 +310,7 @@ def test_an_update_that_changes_nothing_warns_in_any_format(fmt):
         w.add_(1e-5)
 
 
-@each("optimizer", TINY)
+@pytest.mark.parametrize("optimizer", TINY.values(), ids=TINY)
 def test_an_optimizer_that_changes_nothing_warns(large, optimizer):
     before = bytes_of(large)
     large.grad = torch.ones_like(large)
@@ -305,14 +337,14 @@ SILENT = {
 }
 
 
-@each("op", SILENT)
-def test_what_does_not_warn(large, op):
+@pytest.mark.parametrize("op", SILENT.values(), ids=SILENT)
+def test_updates_that_do_not_warn(large, op):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         op(large)
 
 
-def test_where_nobody_may_look_it_says_so_once(large):
+def test_devices_that_are_not_watched_warn_once(large):
     """Meta tensors stand for a GPU's: their bytes are not compared either."""
     updates._warn_unwatched.cache_clear()
     on_device = large.detach().to("meta")

@@ -1,12 +1,13 @@
 import warnings
 
+import pytest
 import torch
 from torch import nn
 
 from grouped import NVFP4, optim, quantize, recipes
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.nn import cached_weight as kept
-from tests.helpers import assert_same_bytes, each, each_copy, ends, raises, sample, whole_graph
+from tests.helpers import assert_same_bytes, compile_full_graph, each_copy, offs_tensor, sample
 
 from .cases import RECIPES, OpCounter, weights_quantized
 
@@ -74,10 +75,10 @@ CHANGES = {
         "the recipe is Recipe.*and was NVFP4RowScaled",
     ),
 }
-changes = each(("change", "message"), CHANGES)
+changes = pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
 
 
-@each("single", [True, False])
+@pytest.mark.parametrize("single", [True, False])
 @changes
 def test_a_changed_weight_is_not_used(change, message, single):
     layer = layer_of(single)
@@ -86,16 +87,16 @@ def test_a_changed_weight_is_not_used(change, message, single):
     layer(x, ENDS, is_first_microbatch=True)
     layer(x, ENDS, is_first_microbatch=False)
     change(layer)
-    with raises(RuntimeError, f"the weight changed since: .*{message}"):
+    with pytest.raises(RuntimeError, match=f"the weight changed since: .*{message}"):
         layer(x, ENDS, is_first_microbatch=False)
     fresh = layer(x, ENDS, is_first_microbatch=True).detach()
     assert_same_bytes(fresh, layer(x, ENDS).detach())
     assert_same_bytes(fresh, layer(x, ENDS, is_first_microbatch=False).detach())
 
 
-@each("single", [True, False])
+@pytest.mark.parametrize("single", [True, False])
 @changes
-@each("grad_mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
 def test_inference_keeps_a_weight_until_it_changes(grad_mode, change, message, single):
     layer = layer_of(single).eval()
     x = sample(40, K)
@@ -141,7 +142,9 @@ def test_separate_parameters_are_not_stacked_for_a_kept_weight():
     assert [a[0][0].shape for a in counter.arguments("stack")] == [(N,)]  # biases
 
 
-@each(("mode", "grad_mode"), [("train", torch.no_grad), ("eval", torch.enable_grad)])
+@pytest.mark.parametrize(
+    ("mode", "grad_mode"), [("train", torch.no_grad), ("eval", torch.enable_grad)]
+)
 def test_training_keeps_nothing_by_itself(mode, grad_mode):
     layer = getattr(layer_of(), mode)()
     with grad_mode(), OpCounter() as counter:
@@ -161,7 +164,7 @@ def test_a_change_of_mode_drops_a_kept_weight():
     assert_same_bytes(got, layer.train()(x, ENDS).detach())
 
 
-@each("first", [None, True, False])
+@pytest.mark.parametrize("first", [None, True, False])
 def test_weights_without_versions_are_not_kept(first):
     with torch.inference_mode():
         layer, x = layer_of().eval(), sample(40, K)
@@ -172,7 +175,7 @@ def test_weights_without_versions_are_not_kept(first):
         )
 
 
-@each("first", [None, True])
+@pytest.mark.parametrize("first", [None, True])
 def test_a_swapped_weight_is_another(first):
     """``torch.utils.swap_tensors`` takes a weight of which a quantized copy is kept, and the copy
     is not used.
@@ -185,14 +188,14 @@ def test_a_swapped_weight_is_another(first):
         for pair in zip(*(layer.parameters() for layer in layers), strict=True):
             torch.utils.swap_tensors(*pair)
         if first:
-            with raises(RuntimeError, "the weight changed since"):
+            with pytest.raises(RuntimeError, match="the weight changed since"):
                 layers[0](x, ENDS, is_first_microbatch=False)
         for layer, want in zip(layers, wants, strict=True):
             assert_same_bytes(layer(x, ENDS, is_first_microbatch=first), want)
 
 
 @each_copy
-@each("first", [None, True])
+@pytest.mark.parametrize("first", [None, True])
 def test_copies_have_their_own(copied, first):
     layer, x = layer_of().eval(), sample(40, K)
     with torch.no_grad():
@@ -203,10 +206,11 @@ def test_copies_have_their_own(copied, first):
         assert not torch.equal(other(x, ENDS), layer(x, ENDS))
 
 
-@each("first", [None, True, False])
+@pytest.mark.compile
+@pytest.mark.parametrize("first", [None, True, False])
 def test_compiled_calls_see_every_change(first, fresh_dynamo):
-    layer, x, offs = layer_of().eval(), sample(40, K), ends(*ENDS)
-    run = whole_graph(layer)
+    layer, x, offs = layer_of().eval(), sample(40, K), offs_tensor(*ENDS)
+    run = compile_full_graph(layer)
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         layer(x, offs, is_first_microbatch=True)
         for name in ("in place", "data", "in inference mode", None):
@@ -218,7 +222,7 @@ def test_compiled_calls_see_every_change(first, fresh_dynamo):
 
 
 def test_traces_and_transforms_keep_nothing():
-    layer, x, offs = layer_of().eval(), sample(40, K), ends(*ENDS)
+    layer, x, offs = layer_of().eval(), sample(40, K), offs_tensor(*ENDS)
     with torch.no_grad():
         graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: layer(x, offs))(x)
         assert layer._kept is None
@@ -252,7 +256,7 @@ def test_a_captured_call_that_quantizes_a_weight_warns_once(monkeypatch):
     assert ["grouped.prepare(model)" in str(w.message) for w in caught] == [True]
 
 
-@each("case", ["training", "gradients", "bf16", "quantized"])
+@pytest.mark.parametrize("case", ["training", "gradients", "bf16", "quantized"])
 def test_other_captured_calls_do_not_warn(case, monkeypatch):
     monkeypatch.setattr(kept, "is_captured", lambda weight: True)
     layer = layer_of(recipe=RECIPES["bf16"] if case == "bf16" else RECIPES["row-scaled"]).train(

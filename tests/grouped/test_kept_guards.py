@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,7 +15,7 @@ from grouped import optim, quantize, recipes
 from grouped.nn import GroupedLinear
 from grouped.nn.delayed_scaling import DelayedScaling
 from grouped.parallel.wire_format import check_wire
-from tests.helpers import BF16, each, raises, sample
+from tests.helpers import BF16, sample
 
 GROUPS, K, N, ENDS = 3, 64, 96, [13, 13, 35]
 
@@ -38,7 +39,7 @@ def test_a_weight_that_is_another_view_of_its_storage_is_not_used():
     layer.weight.data = whole[:GROUPS]
     kept(layer)
     layer.weight.data = whole[1:]
-    with raises(RuntimeError, r"its data is another tensor \(\.data"):
+    with pytest.raises(RuntimeError, match=r"its data is another tensor \(\.data"):
         layer(sample(40, K), ENDS, is_first_microbatch=False)
 
 
@@ -47,7 +48,7 @@ def test_the_option_for_nonfinite_numbers_belongs_to_a_kept_weight():
     layer.recipe = dataclasses.replace(
         layer.recipe, propagate_nonfinite=not layer.recipe.propagate_nonfinite
     )
-    with raises(RuntimeError, "the recipe is"):
+    with pytest.raises(RuntimeError, match="the recipe is"):
         layer(sample(40, K), ENDS, is_first_microbatch=False)
 
 
@@ -97,7 +98,7 @@ def test_versions_of_main_grads_count_writes():
         )
 
 
-@each("place", ["reversed", "apart", "mixed dtypes", "one fresh"])
+@pytest.mark.parametrize("place", ["reversed", "apart", "mixed dtypes", "one fresh"])
 def test_main_grads_that_lie_otherwise_have_the_same_sums(place):
     """In one buffer in another order, at like offsets of several, of two dtypes, or one that is
     overwritten.
@@ -155,9 +156,9 @@ def test_a_lost_update_among_others_is_the_one_that_is_named():
         assert len(seen) == 2
 
 
-@each("fmt", [FP8Block(block=(128, 128)), MXFP8(block=(32, 32))], str)
+@pytest.mark.parametrize("fmt", [FP8Block(block=(128, 128)), MXFP8(block=(32, 32))], ids=str)
 def test_formats_whose_rows_share_scales_do_not_travel(fmt):
-    with raises(ValueError, "wire must quantize each row by itself"):
+    with pytest.raises(ValueError, match="wire must quantize each row by itself"):
         check_wire("wire", fmt)
 
 
@@ -173,5 +174,5 @@ def test_closures_make_gradients_and_masters_need_a_parameter():
 
     with torch.no_grad():
         assert ours.step(closure) == 4 and p.grad is not None and not torch.equal(p, torch.ones(4))
-    with raises(TypeError, "masters names a tensor that is no parameter"):
+    with pytest.raises(TypeError, match="masters names a tensor that is no parameter"):
         optim.AdamW([p], masters={other: torch.ones(4)}, master_weights=True)

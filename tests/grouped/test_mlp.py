@@ -1,10 +1,11 @@
+import pytest
 import torch
 from torch.nn import functional as F
 
 from cute_kernels.formats.activations import ACTIVATIONS
 from grouped import Activation
 from grouped.nn import GroupedMLP
-from tests.helpers import BF16, assert_all_same, each, raises, sample
+from tests.helpers import BF16, assert_all_same, sample
 from tests.reference.test_activations import in_fp64
 
 from .cases import ALL_RECIPES, RECIPES, close
@@ -16,8 +17,8 @@ def mlp_of(recipe, **options):
     return GroupedMLP(3, HIDDEN, WIDTH, recipe=recipe, **options)
 
 
-@each("bias", [True, False])
-@each("name", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_bf16_against_one_expert_at_a_time(name, bias):
     """Parameters and inputs are bf16 numbers in fp32; only the two activations are rounded."""
     interleaved = bias and Activation(name).is_gated
@@ -46,11 +47,11 @@ def test_bf16_against_one_expert_at_a_time(name, bias):
         close(a, b)
 
 
-@each(
+@pytest.mark.parametrize(
     "activation, interleaved, bias",
     [("swiglu", False, True), ("swiglu", True, False), ("srelu", False, False)],
 )
-@each("recipe", ALL_RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_as_one_function_it_has_the_bits_of_its_layers(recipe, activation, interleaved, bias):
     mlp = mlp_of(recipe, bias=bias, activation=activation, interleaved=interleaved, dtype=BF16)
     x, dy, seen = sample(40, HIDDEN).requires_grad_(), sample(40, HIDDEN), []
@@ -81,5 +82,5 @@ def test_no_tokens():
 
 
 def test_errors_come_from_the_layers():
-    with raises(ValueError, "x must have shape"):
+    with pytest.raises(ValueError, match="x must have shape"):
         mlp_of(RECIPES["bf16"])(sample(40, 32), ENDS)

@@ -1,9 +1,10 @@
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import grouped
 from grouped.nn import GroupedLinear, MoE
-from tests.helpers import BF16, I32, each, run_python, sample
+from tests.helpers import BF16, I32, run_python, sample
 
 from .cases import RECIPES, WEIGHT_FORMAT
 
@@ -17,8 +18,8 @@ def flops(call):
     return counter.get_total_flops()
 
 
-@each("recipe", RECIPES)
-@each("ends", [[100, 100, 256], [0, 30, 30], [100, 100, 300]], str)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("ends", [[100, 100, 256], [0, 30, 30], [100, 100, 300]], ids=str)
 def test_flops_of_a_step_are_three_products(recipe, ends):
     layer, offs = GroupedLinear(3, K, N, recipe=recipe), torch.tensor(ends, dtype=I32)
     x, product = sample(ends[-1], K).requires_grad_(), 2 * ends[-1] * N * K

@@ -16,13 +16,11 @@ from tests.helpers import (
     I32,
     assert_same_buffers,
     assert_same_bytes,
-    each,
-    ends,
+    compile_full_graph,
+    contains_all,
+    offs_tensor,
     ops,
-    raises,
-    refusals,
     sample,
-    whole_graph,
 )
 
 from .cases import FORMATS, bytes_of
@@ -35,21 +33,21 @@ FORMS = {
     "numpy uint8": np.array([7, 7, 33], dtype=np.uint8),
     "list of numpy": list(np.array([7, 7, 33])),
     "int64": torch.tensor([7, 7, 33]),
-    "strided": ends(7, 0, 7, 0, 33, 0)[::2],
+    "strided": offs_tensor(7, 0, 7, 0, 33, 0)[::2],
 }
 
 
-@each("offs", FORMS)
+@pytest.mark.parametrize("offs", FORMS.values(), ids=FORMS)
 def test_every_form_of_offs_means_the_same(offs):
     x = sample(ROWS, 32)
-    want = grouped.quantize(x, FORMATS["1x16"], offs=ends(7, 7, 33), columnwise=True)
+    want = grouped.quantize(x, FORMATS["1x16"], offs=offs_tensor(7, 7, 33), columnwise=True)
     got = grouped.quantize(x, FORMATS["1x16"], offs=offs, columnwise=True)
     assert got.offs.dtype == I32
     assert_same_buffers(bytes_of(got), bytes_of(want))
 
 
-test_offs_that_cannot_be_are_refused = refusals(
-    lambda offs: grouped.quantize(sample(ROWS, 32), FORMATS["1x16"], offs=offs),
+@pytest.mark.parametrize(
+    ("offs", "error", "message"),
     [
         ([7, 6, 40], ValueError, "must not decrease or be negative, got 6 at 1"),
         ([-1, 6, 40], ValueError, "must not decrease or be negative, got -1 at 0"),
@@ -66,9 +64,12 @@ test_offs_that_cannot_be_are_refused = refusals(
         (torch.zeros(2, dtype=I32, device="meta"), ValueError, "device of x"),
     ],
 )
+def test_offs_that_cannot_be_are_refused(offs, error, message):
+    with pytest.raises(error, match=message):
+        grouped.quantize(sample(ROWS, 32), FORMATS["1x16"], offs=offs)
 
 
-@each(
+@pytest.mark.parametrize(
     ("wild", "tame"),
     [
         ([-5, 20, 10, 99], [0, 20, 20, 40]),
@@ -90,7 +91,7 @@ def test_unchecked_offs_are_clamped(wild, tame):
         )
         got, want = (t.dequantize() for t in made)
     assert_same_bytes(got, want)
-    with raises(ValueError, "offs must"):
+    with pytest.raises(ValueError, match="offs must"):
         grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor(wild))
 
 
@@ -139,42 +140,46 @@ CALLS = {
 ONES, RECIPE = torch.ones(3), grouped.recipes.BF16()
 
 
-@each("backend", ["reference", "emulated:sm_90a"])
-@each("call", CALLS)
+@pytest.mark.parametrize("backend", ["reference", "emulated:sm_90a"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_tensors_of_offs_on_a_cpu_are_checked_as_lists_are(call, backend):
     if backend != "reference" and call not in (CALLS["linear"], CALLS["op amax"]):
         pytest.skip("the check does not depend on the backend: two calls show it")
     with cute_kernels.backend(backend):
         for bad, message in (
             (
-                ends(30, 0, 10),
-                ["got 0 at 1", "look like counts, which add up to 40", "grouped.compute_offsets"],
+                offs_tensor(30, 0, 10),
+                contains_all(
+                    "got 0 at 1", "look like counts, which add up to 40", "grouped.compute_offsets"
+                ),
             ),
-            (ends(20, 30, 29), "must not decrease or be negative, got 29 at 2$"),
-            (ends(-1, 30, 40), "negative, got -1 at 0$"),
-            (ends(10, 20, 41), "within the 40 rows of .*, got 41$"),
+            (offs_tensor(20, 30, 29), "must not decrease or be negative, got 29 at 2$"),
+            (offs_tensor(-1, 30, 40), "negative, got -1 at 0$"),
+            (offs_tensor(10, 20, 41), "within the 40 rows of .*, got 41$"),
         ):
             for _ in range(2):  # A plan does not depend on values.
-                with raises(ValueError, message):
+                with pytest.raises(ValueError, match=message):
                     call(bad)
-        for good in (ends(7, 7, 33), ends(0, 0, 0)):
+        for good in (offs_tensor(7, 7, 33), offs_tensor(0, 0, 0)):
             call(good)
 
 
+@pytest.mark.compile
+@pytest.mark.emulated
 def test_compiled_and_replayed_calls_check_offs():
-    run = whole_graph(lambda x, offs: grouped.linear(x, WEIGHT, None, offs, RECIPE))
-    run(X, ends(7, 7, 33))
-    with raises(ValueError, "got 0 at 1"):
-        run(X, ends(30, 0, 10))
+    run = compile_full_graph(lambda x, offs: grouped.linear(x, WEIGHT, None, offs, RECIPE))
+    run(X, offs_tensor(7, 7, 33))
+    with pytest.raises(ValueError, match="got 0 at 1"):
+        run(X, offs_tensor(30, 0, 10))
     with cute_kernels.backend("emulated:sm_90a"), torch.no_grad():
         for _ in range(3):
-            MLP(X, ends(7, 7, 33))
-        with raises(ValueError, "got 0 at 1"):
-            MLP(X, ends(30, 0, 10))
+            MLP(X, offs_tensor(7, 7, 33))
+        with pytest.raises(ValueError, match="got 0 at 1"):
+            MLP(X, offs_tensor(30, 0, 10))
 
 
 def test_offs_without_values_are_not_read():
-    offs = ends(30, 0, 10)
+    offs = offs_tensor(30, 0, 10)
     assert copy.deepcopy(LINEAR).to("meta")(X.to("meta"), offs.to("meta")).shape == (ROWS, 16)
     with FakeTensorMode() as mode:
         x, weight, fake = (mode.from_tensor(t) for t in (X, WEIGHT, offs))
@@ -183,9 +188,9 @@ def test_offs_without_values_are_not_read():
 
 def test_a_tensor_of_a_file_has_its_offs_checked():
     made = grouped.quantize(X, grouped.FP8(), offs=[7, 7, 33])
-    with raises(ValueError, "offs must end within the 40 rows of the tensor, got 41"):
+    with pytest.raises(ValueError, match="offs must end within the 40 rows of the tensor, got 41"):
         grouped.GroupedTensor(
-            made.shape, made.dtype, made.format, ends(7, 7, 41), made.rowwise, None
+            made.shape, made.dtype, made.format, offs_tensor(7, 7, 41), made.rowwise, None
         )
 
 
@@ -200,7 +205,7 @@ def recorded(monkeypatch):
         monkeypatch.setattr(module, "check_end_rows_of", names["record"])
 
 
-@each(
+@pytest.mark.parametrize(
     ("bad", "message"),
     [
         ((-1, 30, 40), "an end row is negative"),
@@ -210,35 +215,41 @@ def recorded(monkeypatch):
 )
 def test_offs_of_a_device_are_checked_when_asked(recorded, bad, message):
     with grouped.inspect.check_offsets() as found:
-        LINEAR(X, ends(7, 7, 33))
+        LINEAR(X, offs_tensor(7, 7, 33))
         found.check()
-        ops.grouped_amax(X, ends(*bad))
+        ops.grouped_amax(X, offs_tensor(*bad))
         line = inspect.currentframe().f_lineno - 1
-        LINEAR(X, ends(9, 8, 7))
-        with raises(
+        LINEAR(X, offs_tensor(9, 8, 7))
+        with pytest.raises(
             ValueError,
-            [message, "offs of 3 groups", f"{__file__}:{line}", "grouped.compute_offsets"],
+            match=contains_all(
+                message, "offs of 3 groups", f"{__file__}:{line}", "grouped.compute_offsets"
+            ),
         ):
             found.check()
         found.check()
-    with raises(ValueError, message), grouped.inspect.check_offsets(), torch.inference_mode():
-        LINEAR(X, ends(*bad))
-    with raises(KeyError, "its own"), grouped.inspect.check_offsets():
-        LINEAR(X, ends(*bad))
+    with (
+        pytest.raises(ValueError, match=message),
+        grouped.inspect.check_offsets(),
+        torch.inference_mode(),
+    ):
+        LINEAR(X, offs_tensor(*bad))
+    with pytest.raises(KeyError, match="its own"), grouped.inspect.check_offsets():
+        LINEAR(X, offs_tensor(*bad))
         raise KeyError("its own")
     with (
         grouped.inspect.check_offsets(),
-        raises(RuntimeError, "active already"),
+        pytest.raises(RuntimeError, match="active already"),
         grouped.inspect.check_offsets(),
     ):
         pass
     assert EndRowChecks.recorder is None
 
 
-@each("multiplier", [1.5, 2.0, "2", None])
+@pytest.mark.parametrize("multiplier", [1.5, 2.0, "2", None])
 def test_a_multiplier_that_is_no_integer_is_refused(multiplier):
     grouped.compute_offsets(torch.tensor([1, 2]), multiplier=2)  # 2.0 finds its plan
-    with raises(TypeError, "multiplier must be an integer, got"):
+    with pytest.raises(TypeError, match="multiplier must be an integer, got"):
         grouped.compute_offsets(torch.tensor([1, 2]), multiplier=multiplier)
 
 
@@ -247,10 +258,10 @@ def test_operands_of_wgrad_are_cut_alike():
         return grouped.quantize(sample(ROWS, 32), FORMATS["1x16"], offs=offs, columnwise=True)
 
     x = tensor([7, 7, 33])
-    with raises(ValueError, r"cut at the same rows.*\[7, 8, 33\].*\[7, 7, 33\]"):
+    with pytest.raises(ValueError, match=r"cut at the same rows.*\[7, 8, 33\].*\[7, 7, 33\]"):
         grouped.grouped_gemm(tensor([7, 8, 33]), x)
     out = torch.zeros(3, 32, 32)
-    with raises(ValueError, "cut at the same rows"):
+    with pytest.raises(ValueError, match="cut at the same rows"):
         grouped.grouped_gemm(tensor([7, 8, 33]), x, out=out, accumulate=True)
     assert not out.any()
     grouped.grouped_gemm(tensor([7, 7, 33]), x, out=out)
@@ -259,13 +270,13 @@ def test_operands_of_wgrad_are_cut_alike():
 
 def test_a_quantized_tensor_owns_its_boundaries():
     """Neither side sees the other write: callers reuse offs buffers, ``out=`` rewrites offs."""
-    offs = ends(7, 7, 33)
+    offs = offs_tensor(7, 7, 33)
     x = sample(ROWS, 32)
     xq = grouped.quantize(x, FORMATS["1x16"], offs=offs)
     before = xq.dequantize()
     offs.fill_(3)
     assert_same_bytes(xq.dequantize(), before)
-    second = ends(1, 2, 3)
+    second = offs_tensor(1, 2, 3)
     grouped.quantize(x, FORMATS["1x16"], offs=second, out=xq)
     xq.offs.zero_()
     assert offs.tolist() == [3, 3, 3] and second.tolist() == [1, 2, 3]

@@ -1,23 +1,24 @@
-"""Tensors of others that ``grouped.optim.AdamW`` is given: it copies them, and takes any strides."""
+"""Tensors that users give to ``grouped.optim.AdamW``: it copies them and takes any strides."""
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import grouped
 from grouped import MXFP8, optim, quantize
-from tests.helpers import BF16, each, raises, sample, seeded
+from tests.helpers import BF16, sample, seeded_generator
 
 SHAPE = (3, 64, 80)
 
 
 def draw(seed):
-    return torch.randn(SHAPE, generator=seeded(seed))
+    return torch.randn(SHAPE, generator=seeded_generator(seed))
 
 
-def test_masters_that_require_a_gradient_are_cut_off():
+def test_masters_are_detached():
     w = nn.Parameter(draw(0))
     for master in (w, w * 1.0):
         p = nn.Parameter(grouped.quantize(w.detach().mT.contiguous(), grouped.FP8()))
@@ -29,8 +30,8 @@ def test_masters_that_require_a_gradient_are_cut_off():
     assert torch.equal(w, draw(0)) and w.grad is None
 
 
-def test_strides_of_a_parameter_do_not_count():
-    """Its master starts contiguous, as the fused kernel takes elements as they lie in memory."""
+def test_strided_parameters_get_contiguous_masters():
+    """The fused kernel takes elements in the order of memory."""
     p, want = nn.Parameter(draw(0).to(BF16).mT), nn.Parameter(draw(0).to(BF16).mT.contiguous())
     ours, theirs = (optim.AdamW([q], lr=0.1, master_weights=True) for q in (p, want))
     for seed in (1, 2):
@@ -39,13 +40,13 @@ def test_strides_of_a_parameter_do_not_count():
     assert torch.equal(p, want) and not torch.equal(want, draw(0).to(BF16).mT)
 
 
-@each("quantized", [False, True])
-def test_strides_of_a_loaded_state_do_not_count(quantized):
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_loaded_state_may_be_strided(quantized):
     start = draw(0).mT.contiguous()
-    made = [
+    values = [
         grouped.quantize(start, grouped.FP8()) if quantized else start.clone() for _ in range(2)
     ]
-    p, q = map(nn.Parameter, made)
+    p, q = map(nn.Parameter, values)
     saved = optim.AdamW([p], masters={p: start} if quantized else None)
     p.grad = draw(1).mT.to(p.dtype)
     saved.step()
@@ -64,8 +65,8 @@ def test_strides_of_a_loaded_state_do_not_count(quantized):
     assert torch.equal(p.dequantize() if quantized else p, q.dequantize() if quantized else q)
 
 
-def test_a_main_grad_counts_only_where_the_layer_wrote_it():
-    """Megatron-LM has one for each parameter, also those whose layers write ``grad``."""
+def test_an_unused_main_grad_is_ignored():
+    """Megatron-LM gives every parameter a main_grad, also where the layer writes ``grad``."""
     p, want = (nn.Parameter(draw(0)) for _ in range(2))
     p.main_grad, p.grad, want.grad = draw(3), draw(1), draw(1)
     for q in (p, want):
@@ -73,8 +74,8 @@ def test_a_main_grad_counts_only_where_the_layer_wrote_it():
     assert torch.equal(p, want)
 
 
-def test_masters_of_some_make_the_states_of_all():
-    """PyTorch's checkpoints take a state that is not empty for whole."""
+def test_masters_of_some_parameters_make_states_of_all():
+    """PyTorch's checkpoints expect a state of every parameter if there is one of any."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(grouped.nn.GroupedLinear(2, 32, 32, bias=False, dtype=BF16) for _ in range(3))
@@ -83,19 +84,19 @@ def test_masters_of_some_make_the_states_of_all():
     for layer in model[:2]:
         layer.weight = nn.Parameter(grouped.quantize(layer.weight.detach(), grouped.FP8()))
     ours = optim.AdamW(model.parameters(), masters={model[0].weight: w[0]})
-    found = get_optimizer_state_dict(model, ours)["state"]
-    assert {name: "master" in state for name, state in found.items()} == {
+    states = get_optimizer_state_dict(model, ours)["state"]
+    assert {name: "master" in state for name, state in states.items()} == {
         "0.weight": True,
         "1.weight": True,
         "2.weight": False,
     }
-    assert not any(t.requires_grad for state in found.values() for t in state.values())
+    assert not any(t.requires_grad for state in states.values() for t in state.values())
 
 
-@each("has_step", [False, True])
-@each("write", ["load_state_dict", "copy_"])
-def test_values_that_a_master_would_undo(write, has_step):
-    """A step from the old master would put the old values back without a word."""
+@pytest.mark.parametrize("has_step", [False, True])
+@pytest.mark.parametrize("write", ["load_state_dict", "copy_"])
+def test_values_written_beside_a_master_raise(write, has_step):
+    """A step from the old master would silently restore the old values."""
     w = sample(2, 32, 64)
     layer = nn.Module()
     layer.weight = nn.Parameter(quantize(w, MXFP8(), columnwise=True))
@@ -107,21 +108,21 @@ def test_values_that_a_master_would_undo(write, has_step):
 
     if has_step:
         step()
-    other = quantize(sample(2, 32, 64) + 1, MXFP8(), columnwise=True)
+    values = quantize(sample(2, 32, 64) + 1, MXFP8(), columnwise=True)
     before = layer.weight.dequantize()
     if write == "copy_":
         with torch.no_grad():
-            layer.weight.copy_(other)
+            layer.weight.copy_(values)
     else:
-        layer.load_state_dict({"weight": other})
+        layer.load_state_dict({"weight": values})
     assert not torch.equal(layer.weight.dequantize(), before)
-    with raises(RuntimeError, "would put the old values back"):
+    with pytest.raises(RuntimeError, match="would put the old values back"):
         step()
-    assert torch.equal(layer.weight.dequantize(), other.dequantize())
+    assert torch.equal(layer.weight.dequantize(), values.dequantize())
 
 
-@each("first", ["optimizer", "module"])
-def test_a_resume_loads_module_and_optimizer_in_any_order(first):
+@pytest.mark.parametrize("loaded_first", ["optimizer", "module"])
+def test_a_resume_loads_module_and_optimizer_in_any_order(loaded_first):
     w, states = sample(2, 32, 64), []
     for _ in range(2):
         layer = nn.Module()
@@ -135,7 +136,7 @@ def test_a_resume_loads_module_and_optimizer_in_any_order(first):
         if not states:
             states = [copy.deepcopy(layer.state_dict()), copy.deepcopy(optimizer.state_dict())]
     loads = [lambda: layer.load_state_dict(states[0]), lambda: optimizer.load_state_dict(states[1])]
-    for load in loads if first == "module" else loads[::-1]:
+    for load in loads if loaded_first == "module" else loads[::-1]:
         load()
     layer.weight.grad = torch.ones(2, 32, 64, dtype=BF16)
     optimizer.step()

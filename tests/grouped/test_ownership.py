@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.ownership import RULES, Ownership, retire
-from tests.helpers import BF16, each, raises, run_python
+from tests.helpers import BF16, contains_all, run_python
 
 
 @pytest.fixture
@@ -170,7 +170,8 @@ OWNED = {
 }
 
 
-@each(("kind", "wrap"), OWNED)
+@pytest.mark.distributed
+@pytest.mark.parametrize(("kind", "wrap"), OWNED.values(), ids=OWNED)
 def test_owners(kind, wrap, mesh):
     root, layer = wrap(model_of(), mesh)
     ownership = Ownership(root)
@@ -178,7 +179,9 @@ def test_owners(kind, wrap, mesh):
     assert (
         owner is not None and owner.kind == kind and (owner.manager is not None) == (kind == "fsdp")
     )
-    with raises(ValueError, ["load() cannot replace", "weight: ", *RULES[kind]]):
+    with pytest.raises(
+        ValueError, match=contains_all("load() cannot replace", "weight: ", *RULES[kind])
+    ):
         ownership.check_replaceable([(layer, "weight")], "load()")
     ownership.check_replaceable([(layer, "weight")], "load()", allow=[kind])
 
@@ -206,28 +209,30 @@ def test_tied_parameters_pass_together():
 
 def test_the_message_names_the_parameter():
     model = model_of().to("meta")
-    with raises(
-        ValueError, r"^prepare\(\) cannot replace 0\.gate_up\.weight: it is on the meta device"
+    with pytest.raises(
+        ValueError,
+        match=r"^prepare\(\) cannot replace 0\.gate_up\.weight: it is on the meta device",
     ):
         Ownership(model).check_replaceable([(first(model), "weight")], "prepare()")
 
 
-@each("make", [torch.optim.SGD, torch.optim.AdamW, grouped.optim.AdamW])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, grouped.optim.AdamW])
 def test_an_optimizer_of_replaced_parameters_raises_at_its_next_step(make):
     model = model_of()
     old, other = make(model.parameters(), lr=0.1), make(model[1].parameters(), lr=0.1)
     parameter = first(model).weight
     first(model).weight = nn.Parameter(parameter.detach() * 2)
     retire([parameter], "prepare()")
-    with raises(
-        RuntimeError, r"holds a parameter of shape \(2, 64, 32\) that prepare\(\) replaced"
+    with pytest.raises(
+        RuntimeError, match=r"holds a parameter of shape \(2, 64, 32\) that prepare\(\) replaced"
     ):
         old.step()
     other.step()
     make(model.parameters(), lr=0.1).step()
 
 
-@each("called", [False, True])
+@pytest.mark.distributed
+@pytest.mark.parametrize("called", [False, True])
 def test_what_is_assigned_to_a_sharded_layer(called, mesh):
     """FSDP2 would go on with its own tensor, without a word."""
     layer, x = GroupedLinear(2, 32, 32, dtype=BF16), torch.randn(9, 32).bfloat16()
@@ -241,9 +246,11 @@ def test_what_is_assigned_to_a_sharded_layer(called, mesh):
     ):
         for unsharded in (False, True):
             layer.unshard() if unsharded else layer.reshard()
-            with raises(
+            with pytest.raises(
                 ValueError,
-                ["GroupedLinear.weight cannot be assigned", "FSDP2", "before fully_shard"],
+                match=contains_all(
+                    "GroupedLinear.weight cannot be assigned", "FSDP2", "before fully_shard"
+                ),
             ):
                 layer.weight = value
     layer.reshard()
@@ -258,7 +265,9 @@ def test_what_is_assigned_to_a_sharded_layer(called, mesh):
     layer.weight = nn.Parameter(
         distribute_tensor(torch.zeros(2, 32, 32, dtype=BF16), mesh, [Shard(0)])
     )
-    with raises(RuntimeError, ["GroupedLinear.weight was replaced", "copy_"]):
+    with pytest.raises(
+        RuntimeError, match=contains_all("GroupedLinear.weight was replaced", "copy_")
+    ):
         layer(x, [4, 9])
 
 

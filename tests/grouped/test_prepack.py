@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 import cute_kernels
@@ -8,11 +9,9 @@ from tests.helpers import (
     U8,
     assert_all_same,
     assert_same_bytes,
-    each,
-    raises,
+    compile_full_graph,
     sample,
-    saved,
-    whole_graph,
+    save_and_load,
 )
 
 from .cases import FORMATS, WEIGHT_FORMAT, assert_same_tensor
@@ -45,7 +44,7 @@ def test_strides_are_kept():
     assert_same_bytes(cute_kernels.unpack(packed).contiguous(), codes.contiguous())
 
 
-@each(
+@pytest.mark.parametrize(
     ("codes", "error", "match"),
     [
         (torch.zeros(2, 8), TypeError, "codes must be uint8, got torch.float32"),
@@ -54,7 +53,7 @@ def test_strides_are_kept():
     ],
 )
 def test_bad_codes(codes, error, match):
-    with raises(error, match.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(error, match=match.replace("(", r"\(").replace(")", r"\)")):
         cute_kernels.prepack(codes)
 
 
@@ -70,7 +69,7 @@ def test_there_and_back():
     assert not torch.equal(packed.rowwise.codes, w.rowwise.codes)
     assert packed.prepack() is packed and w.unpack() is w
     assert_same_tensor(packed.unpack(), w)
-    assert_same_tensor(saved(packed), packed)
+    assert_same_tensor(save_and_load(packed), packed)
     for direction in ("rowwise", "columnwise"):
         assert_same_bytes(packed.dequantize(F32, direction), w.dequantize(F32, direction))
     for got, want in zip(packed.unbind(), w.unbind(), strict=True):
@@ -83,7 +82,7 @@ def test_there_and_back():
     )
 
 
-@each("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_products_have_the_same_bits(compiled):
     w = weights()
     x, dy = sample(36, K), sample(36, N)
@@ -93,28 +92,29 @@ def test_products_have_the_same_bits(compiled):
     def products(w):
         return (grouped.grouped_gemm(a, w), grouped.grouped_gemm(grad, w, transpose_b=True))
 
-    run = whole_graph(products) if compiled else products
+    run = compile_full_graph(products) if compiled else products
     assert_all_same(run(w.prepack()), products(w))
 
 
 def test_plain_activations_are_refused():
     packed = weights().prepack()
-    with raises(cute_kernels.UnsupportedError, r"unpack\(\) them"):
+    with pytest.raises(cute_kernels.UnsupportedError, match=r"unpack\(\) them"):
         grouped.grouped_gemm(sample(36, K), packed, offs=ENDS)
 
 
 def test_only_weights_can_be_prepacked():
     ragged = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
-    with raises(ValueError, "only uniform weights"):
+    with pytest.raises(ValueError, match="only uniform weights"):
         ragged.prepack()
-    with raises(ValueError, "nvfp4:row_scaled cannot be combined with prepacked"):
+    with pytest.raises(ValueError, match="nvfp4:row_scaled cannot be combined with prepacked"):
         grouped.quantize(sample(3, N, K), FORMATS["row-scaled"]).prepack()
 
 
+@pytest.mark.emulated
 def test_other_architectures_say_so():
     a = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
     with (
         cute_kernels.backend("emulated:sm_100a"),
-        raises(cute_kernels.UnsupportedError, r"for sm_90a, not sm_100a: unpack\(\)"),
+        pytest.raises(cute_kernels.UnsupportedError, match=r"for sm_90a, not sm_100a: unpack\(\)"),
     ):
         grouped.grouped_gemm(a, weights().prepack())

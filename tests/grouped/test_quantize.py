@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 import grouped
@@ -12,15 +13,13 @@ from tests.helpers import (
     assert_all_same,
     assert_same_buffers,
     assert_same_bytes,
-    each,
     end_rows,
-    raises,
     sample,
 )
 
 from .cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
 
-every_format = each("fmt", EVERY_FORMAT)
+every_format = pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
 
 
 def assert_same_member(got, want):
@@ -73,8 +72,8 @@ MEMBERS = {
 }
 
 
-@each("name", [*MEMBERS])
-@each("splits", SPLITS)
+@pytest.mark.parametrize("name", [*MEMBERS])
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_members_equal_tensors_quantized_alone(splits, name):
     """Groups of rows, and those with shapes of their own."""
     ends, k, fmt = end_rows(splits), 160, EVERY_FORMAT.get(name, grouped.NVFP4(hadamard=True))
@@ -101,8 +100,8 @@ def test_members_equal_tensors_quantized_alone(splits, name):
             assert_same_member(got, grouped.quantize(part[None], fmt, columnwise=True).member(0))
 
 
-@each("name", [*EVERY_FORMAT])
-@each("uniform", [True, False])
+@pytest.mark.parametrize("name", [*EVERY_FORMAT])
+@pytest.mark.parametrize("uniform", [True, False])
 def test_members_decode_to_what_dequantize_gives(uniform, name):
     rows, cols, fmt = 149, 160, EVERY_FORMAT[name]
     x = sample(3, rows, cols)
@@ -135,7 +134,7 @@ def test_members_decode_to_what_dequantize_gives(uniform, name):
 
 
 @every_format
-@each("direction", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 def test_one_direction(direction, fmt):
     x = sample(40, 32)
     xq = grouped.quantize(
@@ -150,7 +149,7 @@ def test_one_direction(direction, fmt):
     member = xq.member(0)
     assert (member.codes is None) == (direction == "columnwise")
     assert (member.codes_t is None) == (direction == "rowwise")
-    with raises(RuntimeError, f"no {other} copy"):
+    with pytest.raises(RuntimeError, match=f"no {other} copy"):
         xq.dequantize(direction=other)
 
 
@@ -159,13 +158,13 @@ def test_member_indices():
     assert_same_member(xq.member(-1), xq.member(2))
     assert len(xq.unbind()) == 3 and len(list(xq)) == 3
     for wrong in (3, -4):
-        with raises(IndexError, "3"):
+        with pytest.raises(IndexError, match="3"):
             xq.member(wrong)
-    with raises(ValueError, "dim must be 0"):
+    with pytest.raises(ValueError, match="dim must be 0"):
         xq.unbind(1)
 
 
-@each("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @every_format
 def test_dequantize_rounds_once(fmt, dtype):
     x = sample(24, 32, dtype=dtype)
@@ -175,9 +174,9 @@ def test_dequantize_rounds_once(fmt, dtype):
     for out in (BF16, F16):
         assert_same_bytes(xq.dequantize(out), exact.to(out))
     assert not exact[20:].any()
-    with raises(TypeError, "dtype must be"):
+    with pytest.raises(TypeError, match="dtype must be"):
         xq.dequantize(torch.float64)
-    with raises(ValueError, "direction must be"):
+    with pytest.raises(ValueError, match="direction must be"):
         xq.dequantize(direction="both")
 
 
@@ -196,7 +195,7 @@ def test_out_reuses_the_storage_with_other_boundaries(fmt):
             assert_same_member(a, b)
 
 
-@each(
+@pytest.mark.parametrize(
     ("change", "error", "match"),
     [
         ({"fmt": FORMATS["row-scaled"]}, ValueError, "another format"),
@@ -211,7 +210,7 @@ def test_out_that_does_not_fit_is_refused_untouched(change, error, match):
     out = grouped.quantize(sample(40, 32), FORMATS["1x16"], offs=[10, 40])
     before = bytes_of(out)
     call = {"x": sample(40, 32), "fmt": FORMATS["1x16"], "offs": [20, 40], "out": out} | change
-    with raises(error, match):
+    with pytest.raises(error, match=match):
         grouped.quantize(call.pop("x"), call.pop("fmt"), **call)
     assert_same_buffers(bytes_of(out), before)
 
@@ -220,7 +219,7 @@ class OnGpu(torch.Tensor):
     is_cuda = True
 
 
-@each("capturing", [True, False])
+@pytest.mark.parametrize("capturing", [True, False])
 def test_members_are_not_read_while_a_graph_is_captured(monkeypatch, capturing):
     """Reading offs would synchronize; a uniform tensor has none."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -229,7 +228,7 @@ def test_members_are_not_read_while_a_graph_is_captured(monkeypatch, capturing):
     ragged._offs = ragged.offs.as_subclass(OnGpu)
     if capturing:
         for read in (lambda: ragged.member(0), lambda: ragged.member(-1), ragged.unbind):
-            with raises(RuntimeError, "capturing"):
+            with pytest.raises(RuntimeError, match="capturing"):
                 read()
     else:
         assert len(ragged.unbind()) == 2 and ragged.member(1).codes.shape == (27, 32)

@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 
 import grouped
@@ -10,12 +11,12 @@ from grouped import recipes
 from grouped.functional.linear_call import LinearCall
 from grouped.nn import GroupedLinear, GroupedMLP, MoE
 from perf.measure.memory import Saved, Sizes, measure, saved_by
-from tests.helpers import BF16, E4M3, F32, I32, each, ends, sample
+from tests.helpers import BF16, E4M3, F32, I32, offs_tensor, sample
 
 from .cases import ALL_RECIPES, QUANTIZED, WEIGHT_FORMAT
 
 ROWS, GROUPS, HIDDEN, WIDTH = 40, 3, 64, 32
-OFFS = ends(13, 13, 35)
+OFFS = offs_tensor(13, 13, 35)
 _OFFS = Saved((GROUPS,), I32, 4 * GROUPS)
 
 
@@ -44,9 +45,16 @@ def expected_of_linear(recipe, rows, n, k, x=True, weight=True):
     return kept + (copy_of(recipe.weight, (GROUPS, n, k)) if weight else [])
 
 
-@each("single", [True, False])
-@each("parameters", [BF16, F32])
-@each("recipe", ALL_RECIPES | {"fp8-delayed": recipes.FP8Delayed()})
+RECIPES_AND_DELAYED = ALL_RECIPES | {"fp8-delayed": recipes.FP8Delayed()}
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("parameters", [BF16, F32])
+@pytest.mark.parametrize(
+    "recipe",
+    RECIPES_AND_DELAYED.values(),
+    ids=RECIPES_AND_DELAYED,
+)
 def test_mlp(recipe, parameters, single):
     mlp = GroupedMLP(
         *(GROUPS, HIDDEN, WIDTH), recipe=recipe, dtype=parameters, single_parameter=single
@@ -59,7 +67,7 @@ def test_mlp(recipe, parameters, single):
     assert sort(saved) == sort([_OFFS, *gate_up, plain(ROWS, 2 * WIDTH), *down])
 
 
-@each(
+@pytest.mark.parametrize(
     ("name", "activations", "weights"),
     [
         ("BF16", 2 * 256 * (256 + 256 + 128), 0),
@@ -72,8 +80,8 @@ def test_bytes_by_hand(name, activations, weights):
     assert sum(t.nbytes for t in saved) == activations + weights + 2 * 4
 
 
-@each("recipe", ALL_RECIPES)
-@each("frozen", ["x", "weight", "weight bias", "x weight", "x weight bias"])
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
+@pytest.mark.parametrize("frozen", ["x", "weight", "weight bias", "x weight", "x weight bias"])
 def test_frozen_operands_keep_nothing(frozen, recipe):
     layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16)
     layer.weight.requires_grad_("weight" not in frozen)
@@ -87,9 +95,9 @@ def test_frozen_operands_keep_nothing(frozen, recipe):
     assert sort(saved) == sort([_OFFS, *want] if y.requires_grad else [])
 
 
-@each("delay", [True, False])
-@each("held", [True, False])
-@each("recipe", QUANTIZED)
+@pytest.mark.parametrize("delay", [True, False])
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
 def test_microbatches_keep_their_rows(recipe, held, delay):
     """And the weight once; one that is quantized already as it is."""
     layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16, delay_wgrad=delay)
@@ -107,7 +115,7 @@ def test_microbatches_keep_their_rows(recipe, held, delay):
     )
 
 
-@each("recipe", ALL_RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_peak(recipe):
     """Beside the gradients live the output and what the first layer's gradients are made of: no
     quantized weight.
@@ -122,7 +130,7 @@ def test_peak(recipe):
     assert peak <= gradients + 2 * rows * 256 + wgrad + 4096
 
 
-@each("is_moe", [False, True])
+@pytest.mark.parametrize("is_moe", [False, True])
 def test_copies_of_weights_are_gone_before_gradients_are_made(monkeypatch, is_moe):
     """Those of the second layer at its own, of the first at its: nothing else refers to them."""
     options = {"recipe": recipes.FP8Block(), "dtype": BF16}

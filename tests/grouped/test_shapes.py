@@ -3,6 +3,7 @@ import itertools
 import re
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,14 +12,12 @@ import grouped
 from grouped import GroupedTensor
 from tests.helpers import (
     F16,
-    Graphs,
+    GraphRecorder,
     assert_same_buffers,
     assert_same_bytes,
-    each,
-    ends,
-    raises,
+    offs_tensor,
     sample,
-    saved,
+    save_and_load,
 )
 
 from .cases import (
@@ -75,15 +74,15 @@ def test_repr_reads_no_values():
     repr(q.to("meta"))
 
 
-@each(
+@pytest.mark.parametrize(
     "given",
-    {
-        "list": SHAPES,
-        "tuple": tuple(SHAPES),
-        "int64": torch.tensor(SHAPES),
-        "numpy": np.array(SHAPES),
-        "sizes": [torch.Size(shape) for shape in SHAPES],
-    },
+    [
+        pytest.param(SHAPES, id="list"),
+        pytest.param(tuple(SHAPES), id="tuple"),
+        pytest.param(torch.tensor(SHAPES), id="int64"),
+        pytest.param(np.array(SHAPES), id="numpy"),
+        pytest.param([torch.Size(shape) for shape in SHAPES], id="sizes"),
+    ],
 )
 def test_forms_of_shapes(given):
     q = make(shapes=given)
@@ -98,13 +97,13 @@ def test_members_are_views():
     assert first.shape == (130, 32) and first._base is not None
     assert held.data_ptr() <= first.data_ptr() < held.data_ptr() + held.nbytes
     assert_same_bytes(q.member(-2).codes, first)
-    with raises(IndexError, r"\[0, 4\)"):
+    with pytest.raises(IndexError, match=r"\[0, 4\)"):
         q.member(4)
 
 
 def test_state_dicts_and_moves():
     a, b = (nn.ParameterDict({"w": parameter()}) for _ in range(2))
-    b.load_state_dict(saved(a.state_dict()))
+    b.load_state_dict(save_and_load(a.state_dict()))
     assert_same_tensor(b["w"].data, a["w"].data)
     a.to(F16)
     assert a["w"].dtype == F16
@@ -121,9 +120,9 @@ def test_files_say_what_they_hold():
     assert fields["shapes"] == tuple(SHAPES)
     assert "shapes" not in uniform(NVFP4).__reduce_ex__(2)[1][3]
     wrong = fields | {"shapes": ((5, 64), (0, 32), (130, 48), (1, 160))}
-    with raises(ValueError, r"shapes\[2\], \(130, 48\), must end within the 4700"):
+    with pytest.raises(ValueError, match=r"shapes\[2\], \(130, 48\), must end within the 4700"):
         rebuild(shape, dtype, name, wrong, *rest)
-    with raises(ValueError, "rowwise codes must have size"):
+    with pytest.raises(ValueError, match="rowwise codes must have size"):
         rebuild(shape, dtype, name, fields | {"shapes": ((5, 64),)}, *rest)
 
 
@@ -136,9 +135,9 @@ def test_copies_between_tensors():
     assert_same_bytes(torch.empty(CAPACITY).copy_(source), source.dequantize().float())
     shapes = [(4640 // 32, 32)]
     for wrong in (make(BY_ROW, shapes), make(NVFP4, shapes)):
-        with raises(ValueError, "copy_ needs a source of equal shapes"):
+        with pytest.raises(ValueError, match="copy_ needs a source of equal shapes"):
             target.copy_(wrong)
-    with raises(RuntimeError, "expand"):
+    with pytest.raises(RuntimeError, match="expand"):
         target.copy_(sample(CAPACITY + 1))
     target.data = make(NVFP4, shapes)
     assert target.member_shapes == tuple(shapes) and target.num_groups == 1
@@ -156,12 +155,13 @@ def test_out_is_written():
         ("shape: ", x[:-1], SHAPES),
         ("shape", sample(3, 32, 64), None),
     ):
-        with raises(ValueError, f"out was made with another {name}"):
+        with pytest.raises(ValueError, match=f"out was made with another {name}"):
             quantize(given, shapes=shapes, out=q)
 
 
+@pytest.mark.compile
 def test_compiled_quantize_of_every_capacity(fresh_dynamo):
-    graphs = Graphs()
+    graphs = GraphRecorder()
 
     @torch.compile(fullgraph=True, backend=graphs, dynamic=True)
     def step(x):
@@ -177,8 +177,9 @@ def test_compiled_quantize_of_every_capacity(fresh_dynamo):
     assert len(graphs) == 1
 
 
+@pytest.mark.compile
 def test_each_shapes_have_a_graph_of_their_own(fresh_dynamo):
-    graphs = Graphs()
+    graphs = GraphRecorder()
 
     @torch.compile(fullgraph=True, backend=graphs)
     def step(x, shapes):
@@ -224,21 +225,22 @@ VALUE_ERRORS = {
 }
 
 
-@each("message", [*TYPE_ERRORS, *VALUE_ERRORS])
+@pytest.mark.parametrize("message", [*TYPE_ERRORS, *VALUE_ERRORS])
 def test_rules_that_are_broken(message):
     error, errors = (
         (TypeError, TYPE_ERRORS) if message in TYPE_ERRORS else (ValueError, VALUE_ERRORS)
     )
     arguments = {"x": torch.ones(400), "shapes": [(5, 64)]} | errors[message]
-    with raises(error, re.escape(message)):
+    with pytest.raises(error, match=re.escape(message)):
         grouped.quantize(arguments.pop("x"), NVFP4, **arguments)
 
 
+@pytest.mark.compile
 def test_shapes_on_a_tensor_cannot_be_traced(fresh_dynamo):
     step = torch.compile(
-        lambda x, s: grouped.quantize(x, NVFP4, shapes=s), fullgraph=True, backend=Graphs()
+        lambda x, s: grouped.quantize(x, NVFP4, shapes=s), fullgraph=True, backend=GraphRecorder()
     )
-    with raises(Exception, "shapes must be a host list in compiled code"):
+    with pytest.raises(Exception, match="shapes must be a host list in compiled code"):
         step(sample(CAPACITY), torch.tensor(SHAPES))
 
 
@@ -250,11 +252,11 @@ def test_parts_that_do_not_fit():
     for changes, message in (
         ({"shape": (10, 470)}, r"shape must be \(capacity,\) with shapes"),
         ({"shapes": None}, r"shape must be \(G, N, K\) without offs"),
-        ({"offs": ends(1)}, "offs and shapes are both given"),
+        ({"offs": offs_tensor(1)}, "offs and shapes are both given"),
         ({"shapes": [*SHAPES[:2], (100, 32), SHAPES[3]]}, "rowwise codes must have size"),
         ({"prepacked": True}, "prepacked weights are uniform, but shapes"),
     ):
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             GroupedTensor(**parts | changes)
 
 
@@ -272,5 +274,5 @@ def test_no_product_takes_them():
         ),
         (shaped.prepack, "only uniform weights can be prepacked"),
     ):
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             call()

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import assert_same_bytes, each, raises, sample
+from tests.helpers import assert_same_bytes, sample
 
 from .cases import RECIPES, OpCounter, weights_quantized
 
@@ -40,8 +40,9 @@ def assert_initialized(parameter, fan_in):
     assert values.abs().max() > 0.8 * bound and values.unique().numel() > 0.9 * values.numel()
 
 
-@each("single", [True, False])
-@each("make", [GroupedLinear, GroupedMLP])
+@pytest.mark.distributed
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("make", [GroupedLinear, GroupedMLP])
 def test_initialization_after_to_empty(mesh, make, single):
     recipe = RECIPES["nvfp4"]
     with torch.device("meta"):
@@ -58,9 +59,10 @@ def test_initialization_after_to_empty(mesh, make, single):
         assert_initialized(parameter, N if name.startswith("down") else K)
 
 
+@pytest.mark.distributed
 @alone
-@each("single", [True, False])
-@each("reshard", [True, False])
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("reshard", [True, False])
 def test_training_gives_the_bits_of_one_process(mesh, reshard, single):
     options = {"recipe": RECIPES["row-scaled"], "single_parameter": single}
     torch.manual_seed(1)
@@ -84,8 +86,9 @@ def test_training_gives_the_bits_of_one_process(mesh, reshard, single):
         assert_same_bytes(a.full_tensor().detach(), b.detach())
 
 
+@pytest.mark.distributed
 @alone
-@each("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, False])
 def test_a_kept_weight_is_not_used_after_a_step(mesh, reshard):
     """FSDP gathers into the same tensor each time and counts no version of it."""
     layer = GroupedLinear(GROUPS, K, N, recipe=RECIPES["nvfp4"]).eval()
@@ -104,14 +107,15 @@ def test_a_kept_weight_is_not_used_after_a_step(mesh, reshard):
     layer(x, offs, is_first_microbatch=True).sum().backward()
     layer(x, offs, is_first_microbatch=False).sum().backward()
     optimizer.step()
-    with raises(RuntimeError, "the weight changed since: it was written in place"):
+    with pytest.raises(RuntimeError, match="the weight changed since: it was written in place"):
         layer(x, offs, is_first_microbatch=False)
 
 
+@pytest.mark.distributed
 @alone
-@each("option", ["fuse_wgrad_accumulation", "delay_wgrad"])
+@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad"])
 def test_gradients_of_sharded_parameters_go_no_other_way(mesh, option):
     layer = GroupedLinear(GROUPS, K, N, **{option: True})
     fully_shard(layer, mesh=mesh)
-    with raises(RuntimeError, "not for sharded parameters"):
+    with pytest.raises(RuntimeError, match="not for sharded parameters"):
         layer(sample(40, K), ENDS)

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -9,11 +10,9 @@ from tests.helpers import (
     I32,
     assert_same_buffers,
     assert_same_bytes,
-    each,
     each_copy,
-    raises,
     sample,
-    saved,
+    save_and_load,
 )
 
 from .cases import RECIPES, WEIGHT_FORMAT, bytes_of
@@ -39,9 +38,9 @@ def same_output(a, b):
     assert_same_bytes(a(x, OFFS).detach(), b(x, OFFS).detach())
 
 
-@each("bias", [True, False])
-@each("target", [True, False])
-@each("source", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("target", [True, False])
+@pytest.mark.parametrize("source", [True, False])
 def test_either_form_loads_into_either(source, target, bias):
     a, b = layer_of(source, bias), layer_of(target, bias)
     state = a.state_dict()
@@ -52,20 +51,20 @@ def test_either_form_loads_into_either(source, target, bias):
     same_output(a, b)
 
 
-@each("single", [True, False])
+@pytest.mark.parametrize("single", [True, False])
 def test_a_redundant_form_is_dropped(single):
     layer, one, other = layer_of(single), layer_of(single), layer_of(not single)
     layer.load_state_dict(other.state_dict() | one.state_dict())
     same_output(layer, one)
 
 
-@each("strict", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
 def test_a_partial_set_is_missing_keys(strict):
     layer, state = layer_of(), layer_of(single=False).state_dict()
     del state["weight1"]
     before = layer.weight.detach().clone()
     if strict:
-        with raises(RuntimeError, r"Missing key.*\"weight\""):
+        with pytest.raises(RuntimeError, match=r"Missing key.*\"weight\""):
             layer.load_state_dict(state)
     else:
         result = layer.load_state_dict(state, strict=False)
@@ -76,13 +75,13 @@ def test_a_partial_set_is_missing_keys(strict):
 
 def test_stacks_of_other_sizes_are_refused():
     state = GroupedLinear(G + 1, K, N, dtype=BF16).state_dict()
-    with raises(RuntimeError, "size mismatch for weight"):
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
         layer_of().load_state_dict(state)
-    with raises(RuntimeError, "Missing key"):
+    with pytest.raises(RuntimeError, match="Missing key"):
         layer_of(single=False).load_state_dict(state)
 
 
-@each("single", [True, False])
+@pytest.mark.parametrize("single", [True, False])
 def test_a_bias_with_a_unit_dimension(single):
     source = layer_of()
     state = source.state_dict()
@@ -103,12 +102,12 @@ def test_keys_carry_the_prefix_of_a_parent():
 def test_equal_formats_keep_their_bytes():
     a, b = quantized_layer(), quantized_layer()
     held = b.weight.rowwise.codes.data_ptr()
-    b.load_state_dict(saved(a.state_dict()))
+    b.load_state_dict(save_and_load(a.state_dict()))
     assert_same_buffers(bytes_of(b.weight), bytes_of(a.weight))
     assert b.weight.rowwise.codes.data_ptr() == held
 
 
-@each("assign", [True, False])
+@pytest.mark.parametrize("assign", [True, False])
 def test_assigning_keeps_requires_grad(assign):
     a, b = quantized_layer(), quantized_layer(requires_grad=False)
     b.load_state_dict(a.state_dict(), assign=assign)
@@ -142,11 +141,11 @@ def test_loading_and_moving_drop_the_kept_weight():
         layer = layer_of()
         layer(x, OFFS, is_first_microbatch=True)
         change(layer)
-        with raises(RuntimeError, "none was"):
+        with pytest.raises(RuntimeError, match="none was"):
             layer(x, OFFS, is_first_microbatch=False)
 
 
-@each("make", [layer_of, quantized_layer])
+@pytest.mark.parametrize("make", [layer_of, quantized_layer])
 @each_copy
 def test_copies_of_modules(copied, make):
     a = make()
@@ -158,8 +157,8 @@ def test_copies_of_modules(copied, make):
     assert not torch.equal(a(x, OFFS), b(x, OFFS))
 
 
-@each("swap", [True, False])
-@each("requires_grad", [True, False])
+@pytest.mark.parametrize("swap", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, False])
 def test_moving_a_quantized_weight(requires_grad, swap):
     layer = quantized_layer(requires_grad=requires_grad)
     before = bytes_of(layer.weight)
@@ -178,7 +177,7 @@ def test_moving_a_quantized_weight(requires_grad, swap):
     restored(sample(40, K), OFFS)
 
 
-@each("single", [True, False])
+@pytest.mark.parametrize("single", [True, False])
 def test_construction_on_meta(single):
     torch.manual_seed(3)
     eager = layer_of(single)

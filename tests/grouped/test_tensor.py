@@ -15,10 +15,8 @@ from tests.helpers import (
     I32,
     assert_same_buffers,
     assert_same_bytes,
-    each,
-    raises,
     sample,
-    saved,
+    save_and_load,
 )
 
 from .cases import (
@@ -39,7 +37,7 @@ DIRECTIONS = {
     "columnwise": {"rowwise": False, "columnwise": True},
     "both": {"columnwise": True},
 }
-every_format = each("fmt", EVERY_FORMAT)
+every_format = pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
 
 
 MAKES = {"ragged": ragged, "uniform": uniform, "shapes": shaped}
@@ -55,11 +53,11 @@ def test_metadata():
     assert x.stride() == (64, 1) and x.is_contiguous() and len(w) == 3
     for held in (x.rowwise, x.columnwise, w.rowwise, w.columnwise):
         assert held._fields == ("codes", "scales", "amax")
-    with raises(ValueError, "both None"):
+    with pytest.raises(ValueError, match="both None"):
         GroupedTensor((1, 16), BF16, FORMATS["1x16"], None, None, None)
 
 
-@each("options", DIRECTIONS)
+@pytest.mark.parametrize("options", DIRECTIONS.values(), ids=DIRECTIONS)
 @every_format
 def test_flatten_and_unflatten(fmt, options):
     for made in MAKES.values():
@@ -75,7 +73,7 @@ def test_flatten_and_unflatten(fmt, options):
         assert hash(back.__tensor_flatten__()[1]) == hash(context)
 
 
-@each("x", [ragged(), uniform(), parameter()], ids=("x", "w", "parameter"))
+@pytest.mark.parametrize("x", [ragged(), uniform(), parameter()], ids=("x", "w", "parameter"))
 def test_repr_reads_no_values(x):
     with OpCounter() as counter:
         text = repr(x)
@@ -101,8 +99,8 @@ SAME_SHAPE = {
 }
 
 
-@each("view", SAME_SHAPE)
-@each("make_one", MAKES)
+@pytest.mark.parametrize("view", SAME_SHAPE.values(), ids=SAME_SHAPE)
+@pytest.mark.parametrize("make_one", MAKES.values(), ids=MAKES)
 @every_format
 def test_views_of_the_same_shape_share_the_storage(fmt, make_one, view):
     x = make_one(fmt)
@@ -113,7 +111,7 @@ def test_views_of_the_same_shape_share_the_storage(fmt, make_one, view):
     assert_same_tensor(got, x)
 
 
-@each(
+@pytest.mark.parametrize(
     "other",
     [
         lambda p: parameter(False),
@@ -127,7 +125,7 @@ def test_views_of_the_same_shape_share_the_storage(fmt, make_one, view):
     ],
     ids=["same kind", "prepacked", "dtype", "one direction", "format", "128x128", "mxfp8", "fp8"],
 )
-@each("requires_grad", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, False])
 def test_assigning_data(other, requires_grad):
     p = parameter(requires_grad)
     detached, old, new = p.detach(), p.data.clone(), other(p).detach()
@@ -142,16 +140,16 @@ def test_assigning_data(other, requires_grad):
 def test_assigning_data_that_cannot_be_held():
     p = parameter()
     before = bytes_of(p)
-    with raises(TypeError, r"GroupedTensor, got Tensor; copy_\(\)"):
+    with pytest.raises(TypeError, match=r"GroupedTensor, got Tensor; copy_\(\)"):
         p.data = torch.zeros(p.shape)
-    with raises(ValueError, r"shape \(3, 48, 64\), got \(2, 48, 64\)"):
+    with pytest.raises(ValueError, match=r"shape \(3, 48, 64\), got \(2, 48, 64\)"):
         p.data = grouped.quantize(sample(2, 48, 64), FORMATS["16x16"])
-    with raises(RuntimeError, "incompatible tensor type"):
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
         p.data = p.data.to("meta")
     assert_same_buffers(bytes_of(p), before)
 
 
-@each("requires_grad", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, False])
 def test_views_of_parameters(requires_grad):
     p = parameter(requires_grad)
     assert isinstance(p, nn.Parameter) and isinstance(p, GroupedTensor)
@@ -162,8 +160,8 @@ def test_views_of_parameters(requires_grad):
     assert p.requires_grad_(not requires_grad) is p and p.requires_grad is not requires_grad
 
 
-@each("options", DIRECTIONS)
-@each("copied", [torch.clone, copy.deepcopy], ids=["clone", "deepcopy"])
+@pytest.mark.parametrize("options", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("copied", [torch.clone, copy.deepcopy], ids=["clone", "deepcopy"])
 @every_format
 def test_copies_have_their_own_storage(fmt, copied, options):
     for made in MAKES.values():
@@ -185,7 +183,7 @@ def test_deepcopy_of_a_parameter(fmt):
     assert isinstance(frozen, nn.Parameter) and not frozen.requires_grad
 
 
-@each("dtype", [F16, F32])
+@pytest.mark.parametrize("dtype", [F16, F32])
 @every_format
 def test_to_another_dtype_keeps_the_bytes(fmt, dtype):
     for made in MAKES.values():
@@ -194,7 +192,7 @@ def test_to_another_dtype_keeps_the_bytes(fmt, dtype):
         assert got.dtype == dtype and got.dequantize().dtype == dtype
         assert_same_buffers(bytes_of(got), bytes_of(x))
     for refused in (torch.float64, I32):
-        with raises(TypeError, "dtype must be bfloat16 or float16 or float32"):
+        with pytest.raises(TypeError, match="dtype must be bfloat16 or float16 or float32"):
             x.to(refused)
 
 
@@ -209,7 +207,7 @@ NEW = {
 }
 
 
-@each(("create", "shape"), NEW)
+@pytest.mark.parametrize(("create", "shape"), NEW.values(), ids=NEW)
 def test_tensors_made_like_one_are_plain(create, shape):
     got = create(parameter())
     assert type(got) is torch.Tensor and got.shape == shape and got.dtype == BF16
@@ -234,18 +232,21 @@ VARIANTS = {
 }
 
 
-@each("weights_only", [True, False])
-@each("options", DIRECTIONS)
-@each("fmt", EVERY_FORMAT | VARIANTS)
+FORMATS_AND_VARIANTS = EVERY_FORMAT | VARIANTS
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("options", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("fmt", FORMATS_AND_VARIANTS.values(), ids=FORMATS_AND_VARIANTS)
 def test_save_and_load(fmt, options, weights_only):
     for made in MAKES.values():
         x = made(fmt, **options)
-        got = saved({"x": x}, weights_only)["x"]
+        got = save_and_load({"x": x}, weights_only)["x"]
         assert_same_tensor(got, x)
         assert not got.requires_grad
         assert_same_bytes(got.dequantize(), x.dequantize())
     for p in (parameter(requires_grad, fmt) for requires_grad in (True, False)):
-        got = saved(p, weights_only)
+        got = save_and_load(p, weights_only)
         assert isinstance(got, nn.Parameter) and got.requires_grad is p.requires_grad
         assert_same_tensor(got.data, p.data)
 
@@ -253,7 +254,7 @@ def test_save_and_load(fmt, options, weights_only):
 @every_format
 def test_a_file_keeps_aliases(fmt):
     x = ragged(fmt)
-    a, b = saved([x, x.detach()], weights_only=True)
+    a, b = save_and_load([x, x.detach()], weights_only=True)
     assert pointers(a) == pointers(b)
 
 
@@ -348,14 +349,14 @@ ALTERNATIVES = {
 }
 
 
-@each("inference", [False, True])
-@each("name", [*REFUSED])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", [*REFUSED])
 def test_what_would_decode_behind_your_back_is_refused(name, inference):
     w = uniform()
     before = bytes_of(w)
     with (
         torch.inference_mode(inference),
-        raises(TypeError, r"GroupedTensor.*\.dequantize\(\)") as caught,
+        pytest.raises(TypeError, match=r"GroupedTensor.*\.dequantize\(\)") as caught,
     ):
         REFUSED[name](w)
     assert re.search(ALTERNATIVES.get(name, ""), str(caught.value))
@@ -363,7 +364,7 @@ def test_what_would_decode_behind_your_back_is_refused(name, inference):
     assert_same_buffers(bytes_of(w), before)
 
 
-@each("read", [lambda w: w.numpy(), lambda w: w.tolist(), lambda w: w.item()])
+@pytest.mark.parametrize("read", [lambda w: w.numpy(), lambda w: w.tolist(), lambda w: w.item()])
 def test_host_reads_are_refused(read):
     with pytest.raises(RuntimeError):
         read(uniform())

@@ -1,20 +1,21 @@
+import pytest
 import torch
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import I32, assert_same_buffers, each, ends, raises, sample, saved
+from tests.helpers import I32, assert_same_buffers, offs_tensor, sample, save_and_load
 
 from .cases import EVERY_FORMAT, FORMATS, bytes_of, ragged, uniform
 
-every_format = each("fmt", EVERY_FORMAT)
+every_format = pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
 
 
 def parts(x):
     return [x.shape, x.dtype, x.format, x.offs, x.rowwise, x.columnwise]
 
 
-@each("make", [ragged, uniform])
-@each("directions", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("make", [ragged, uniform])
+@pytest.mark.parametrize("directions", [(True, True), (True, False), (False, True)])
 @every_format
 def test_the_parts_of_a_tensor_make_it_again(fmt, make, directions):
     x = make(fmt)
@@ -67,16 +68,16 @@ WRONG = {
 }
 
 
-@each(("make", "index", "change", "error", "match"), WRONG)
+@pytest.mark.parametrize(("make", "index", "change", "error", "match"), WRONG.values(), ids=WRONG)
 def test_parts_that_do_not_fit_are_refused(make, index, change, error, match):
     arguments = parts(make())
     arguments[index] = change(arguments[index])
-    with raises(error, match):
+    with pytest.raises(error, match=match):
         GroupedTensor(*arguments)
 
 
-@each("make", [ragged, uniform])
-@each("index", [ROWWISE, COLUMNWISE])
+@pytest.mark.parametrize("make", [ragged, uniform])
+@pytest.mark.parametrize("index", [ROWWISE, COLUMNWISE])
 @every_format
 def test_each_buffer_of_any_format_is_checked(fmt, index, make):
     arguments = parts(make(fmt))
@@ -89,12 +90,12 @@ def test_each_buffer_of_any_format_is_checked(fmt, index, make):
             (buffer.view(I32 if buffer.itemsize == 4 else torch.int8), TypeError),
         ):
             arguments[index] = held._replace(**{name: wrong})
-            with raises(error, f"{direction} {name} must"):
+            with pytest.raises(error, match=f"{direction} {name} must"):
                 GroupedTensor(*arguments)
 
 
 def test_prepacked_activations_are_refused():
-    with raises(ValueError, "prepacked weights are uniform"):
+    with pytest.raises(ValueError, match="prepacked weights are uniform"):
         GroupedTensor(*parts(ragged(FORMATS["1x16"])), prepacked=True)
 
 
@@ -116,7 +117,7 @@ def test_a_file_of_a_newer_version_says_which_field_it_has():
         ),
         ({}, ("more",), r"no field 'more'.*9\.9, this is"),
     ):
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             rebuild(*(given | change).values(), *more)
 
 
@@ -129,13 +130,13 @@ def test_a_file_without_a_version_is_read():
 def test_a_file_whose_parts_do_not_fit_is_refused():
     x = ragged()
     x._codes = x._codes[:5]
-    with raises(ValueError, "rowwise codes must have size 36"):
-        saved(x, weights_only=False)
+    with pytest.raises(ValueError, match="rowwise codes must have size 36"):
+        save_and_load(x, weights_only=False)
 
 
 def test_vmap_over_quantize_names_the_batch_that_there_is():
-    x, offs = sample(2, 36, 64), ends(7, 36)
-    with raises(TypeError, r"vmap over grouped.quantize.*\(G, N, K\)"):
+    x, offs = sample(2, 36, 64), offs_tensor(7, 36)
+    with pytest.raises(TypeError, match=r"vmap over grouped.quantize.*\(G, N, K\)"):
         torch.vmap(lambda rows: grouped.quantize(rows, FORMATS["1x16"], offs=offs).dequantize())(x)
-    with raises(TypeError, "vmap over grouped.quantize"):
+    with pytest.raises(TypeError, match="vmap over grouped.quantize"):
         torch.vmap(lambda w: grouped.quantize(w, FORMATS["1x16"]).amax)(sample(2, 3, 48, 64))

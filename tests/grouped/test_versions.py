@@ -1,8 +1,9 @@
+import pytest
 import torch
 from torch import nn
 
 import grouped
-from tests.helpers import BF16, each, ends, raises, sample, whole_graph
+from tests.helpers import BF16, compile_full_graph, offs_tensor, sample
 
 from .cases import FORMATS, RECIPES, WEIGHT_FORMAT, parameter, weight
 
@@ -25,7 +26,7 @@ WRITES = {
         w.stride(),
     ).zero_(),
 }
-writes = each("write", WRITES)
+writes = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 
 
 def frozen():
@@ -43,14 +44,14 @@ def versions(w):
 
 
 @writes
-@each("recipe", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 def test_backward_through_a_frozen_weight_that_was_written(recipe, write):
     layer = frozen_layer(recipe)
     x = sample(40, K).requires_grad_()
     y = layer(x, OFFS)
     with torch.no_grad():
         write(layer.weight)
-    with raises(RuntimeError, "modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     layer(x, OFFS).sum().backward()
 
@@ -88,7 +89,7 @@ def test_assigning_data_between_forward_and_backward():
         layer.weight.data = grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True)
         x.grad = None
         if recipe == "bf16":
-            with raises(RuntimeError, "modified by an inplace operation"):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.sum().backward()
         else:
             y.sum().backward()
@@ -103,20 +104,21 @@ def test_inference_tensors_have_no_version():
                 write(w)
 
 
-@each("recipe", ["bf16", "nvfp4"])
+@pytest.mark.compile
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 def test_compiled(recipe):
     layer = frozen_layer(recipe)
     x = sample(40, K).requires_grad_()
-    y = whole_graph(layer)(x, ends(*OFFS))
+    y = compile_full_graph(layer)(x, offs_tensor(*OFFS))
     before = versions(layer.weight)
 
-    @whole_graph
+    @compile_full_graph
     def requantize(w, dense):
         grouped.quantize(dense, WEIGHT_FORMAT, columnwise=True, out=w)
 
     requantize(layer.weight, weight())
     assert all(a > b for a, b in zip(versions(layer.weight), before, strict=True))
-    with raises(RuntimeError, "modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
@@ -127,14 +129,14 @@ OPERANDS = {
 }
 
 
-@each("kind", [*OPERANDS])
-@each("which", ["a", "b", "bias", "out"])
+@pytest.mark.parametrize("kind", [*OPERANDS])
+@pytest.mark.parametrize("which", ["a", "b", "bias", "out"])
 def test_out_refuses_what_requires_a_gradient(kind, which):
     a, b, options = OPERANDS[kind]()
     tensors = {"a": a, "b": b, "bias": torch.zeros(G, N), "out": torch.zeros(40, N)}
     tensors[which] = tensors[which].detach().requires_grad_()
     options |= {"bias": tensors["bias"], "out": tensors["out"]}
-    with raises(RuntimeError, f"{which} requires a gradient.*leave out= away"):
+    with pytest.raises(RuntimeError, match=f"{which} requires a gradient.*leave out= away"):
         grouped.grouped_gemm(tensors["a"], tensors["b"], **options)
     assert not tensors["out"].detach().any()
     with torch.no_grad():
@@ -145,7 +147,7 @@ def test_out_refuses_what_requires_a_gradient(kind, which):
 def test_quantizing_into_a_leaf_that_requires_a_gradient():
     p = parameter()
     before = p.rowwise.codes.clone()
-    with raises(RuntimeError, r"out requires a gradient.*torch.no_grad\(\)"):
+    with pytest.raises(RuntimeError, match=r"out requires a gradient.*torch.no_grad\(\)"):
         grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True, out=p)
     assert torch.equal(p.rowwise.codes, before)
     with torch.no_grad():

@@ -9,10 +9,12 @@ import torch
 import cute_kernels
 import grouped
 from cute_kernels.formats import parse
-from tests.helpers import I32, each, seeded
+from tests.helpers import I32, seeded_generator
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 ARCH = cute_kernels.active_backend(CUDA).arch
@@ -54,7 +56,7 @@ def make_layer(recipe, device=CUDA, bias=True, kind=LAYERS["mlp"]):
 
 
 def make_input(device=CUDA, seed=1):
-    return torch.randn(ROWS, FEATURES, generator=seeded(seed)).bfloat16().to(device)
+    return torch.randn(ROWS, FEATURES, generator=seeded_generator(seed)).bfloat16().to(device)
 
 
 def step(layer, x, offs):
@@ -72,9 +74,9 @@ def assert_same(got, want, closely=()):
         torch.testing.assert_close(a.cpu(), b.cpu(), rtol=0, atol=bound)
 
 
-@each("split", SPLITS)
-@each("recipe", RECIPES)
-@each("kind", LAYERS)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", LAYERS.values(), ids=LAYERS)
 def test_a_step_has_the_bits_of_the_tensor_core_reference(kind, recipe, split):
     cpu = torch.device("cpu")
     with cute_kernels.backend(f"reference:{ARCH}"):
@@ -85,8 +87,8 @@ def test_a_step_has_the_bits_of_the_tensor_core_reference(kind, recipe, split):
     assert_same(step(make_layer(recipe, kind=kind), make_input(), ends(split)), want, closely)
 
 
-@each("recipe", RECIPES)
-@each("kind", LAYERS)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", LAYERS.values(), ids=LAYERS)
 def test_a_step_reads_nothing_on_the_host(kind, recipe, request):
     layer, x, offs = make_layer(recipe, kind=kind), make_input(), ends(SPLITS[0])
     want = step(layer, x, offs)  # compiles
@@ -96,8 +98,8 @@ def test_a_step_reads_nothing_on_the_host(kind, recipe, request):
     assert_same(got, want)
 
 
-@each("recipe", RECIPES)
-@each("kind", LAYERS)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", LAYERS.values(), ids=LAYERS)
 def test_graph_replay_with_other_offsets_and_rows(kind, recipe):
     layer, x, offs = make_layer(recipe, kind=kind), make_input(), ends(SPLITS[0])
     inputs = [(ends(split), make_input(seed=i)) for i, split in enumerate(SPLITS)]
@@ -117,7 +119,7 @@ def test_graph_replay_with_other_offsets_and_rows(kind, recipe):
         assert_same(out, want)
 
 
-@each("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_two_streams(recipe):
     layer = make_layer(recipe, bias=False)
     inputs = [(make_input(), ends(split)) for split in SPLITS[:2]]
@@ -134,6 +136,7 @@ def test_two_streams(recipe):
             assert_same(got, want)
 
 
+@pytest.mark.compile
 def test_compiled_step():
     layer, offs = make_layer(grouped.recipes.NVFP4RowScaled), ends(SPLITS[0])
     want = step(layer, make_input(), offs)
@@ -154,7 +157,7 @@ def test_dequantize_and_members_on_the_gpu():
             assert got.dtype == value.dtype and torch.equal(got.float(), value.float()), name
 
 
-@each("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_lens_waits_for_nothing_and_sees_what_it_sees_on_a_cpu(recipe):
     def looked(device):
         layer, x, offs = make_layer(recipe, device), make_input(device), ends(SPLITS[0], device)
@@ -177,14 +180,16 @@ def test_the_lens_waits_for_nothing_and_sees_what_it_sees_on_a_cpu(recipe):
         assert got["underflow"] == want["underflow"] and got["rows"] == want["rows"]
 
 
-@each("text", ["nvfp4", "nvfp4:block=16x16", "fp8", "fp8_block:block=128x128", "mxfp8"])
+@pytest.mark.parametrize(
+    "text", ["nvfp4", "nvfp4:block=16x16", "fp8", "fp8_block:block=128x128", "mxfp8"]
+)
 def test_an_optimizer_has_the_bits_of_torch_then_quantize(monkeypatch, text):
-    w, made = torch.randn(3, 200, 160, generator=seeded(0)).to(CUDA), []
+    w, made = torch.randn(3, 200, 160, generator=seeded_generator(0)).to(CUDA), []
     for _ in range(2):
         p = torch.nn.Parameter(grouped.quantize(w.bfloat16(), parse(text), columnwise=True))
         ours = grouped.optim.AdamW([p], lr=3e-3, masters={p: w})
         for seed in range(4):
-            p.grad = torch.randn(w.shape, generator=seeded(seed)).bfloat16().to(CUDA)
+            p.grad = torch.randn(w.shape, generator=seeded_generator(seed)).bfloat16().to(CUDA)
             ours.step()
         made.append([*ours.state[p].values(), *(t.view(torch.uint8) for t in p._inner().values())])
         monkeypatch.setattr(grouped.optim, "_has_kernel", lambda part: False)

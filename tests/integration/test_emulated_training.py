@@ -3,11 +3,12 @@
 import functools
 import itertools
 
+import pytest
 import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import BF16, I32, each
+from tests.helpers import BF16, I32
 
 OFFS = torch.tensor([40, 40, 57, 96], dtype=I32)
 BOTH = [grouped.recipes.BF16, grouped.recipes.NVFP4, grouped.recipes.NVFP4RowScaled]
@@ -50,7 +51,8 @@ def step(recipe, backend):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
 
 
-@each(("arch", "recipe"), STEPS)
+@pytest.mark.emulated
+@pytest.mark.parametrize(("arch", "recipe"), STEPS)
 def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, arch):
     cute_kernels.emulator.reset_stats()
     loss, gradients = step(recipe, f"emulated:{arch}")
@@ -72,7 +74,8 @@ def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, arch):
 SERVED = (grouped.recipes.BF16, grouped.recipes.MXFP8, grouped.recipes.FP8Current)
 
 
-@each("recipe", SERVED)
+@pytest.mark.emulated
+@pytest.mark.parametrize("recipe", SERVED)
 def test_nvfp4_weights_beside_other_activations(recipe):
     """W4A16 and W4A8 in a module: y and the gradient of x."""
     layer = grouped.nn.GroupedLinear(4, 256, 128, recipe=recipe(), dtype=BF16)

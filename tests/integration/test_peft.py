@@ -8,7 +8,7 @@ from torch import nn
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import BF16, assert_same_bytes, each, raises
+from tests.helpers import BF16, assert_same_bytes, contains_all
 
 from .test_transformers import ids_of, integration, model_of
 
@@ -58,7 +58,7 @@ def losses(model):
     return found
 
 
-@each("implementation", ["grouped_bf16", "grouped_nvfp4", "grouped_fp8_block"])
+@pytest.mark.parametrize("implementation", ["grouped_bf16", "grouped_nvfp4", "grouped_fp8_block"])
 def test_adapters_of_attention_beside_frozen_experts(implementation):
     """In either order."""
     before = adapted(quantized_model("Qwen3Moe", implementation, columnwise=True), ATTENTION)
@@ -70,16 +70,17 @@ def test_adapters_of_attention_beside_frozen_experts(implementation):
 
 def test_advice_without_the_columnwise_copy_can_be_followed():
     model = adapted(quantized_model(), ATTENTION)
-    with raises(
-        RuntimeError, r"no columnwise copy.*grouped\.prepare or .* with columnwise=True.*no_grad"
+    with pytest.raises(
+        RuntimeError,
+        match=r"no columnwise copy.*grouped\.prepare or .* with columnwise=True.*no_grad",
     ):
         model(ids_of(), labels=ids_of())
     with torch.no_grad():
         assert model(ids_of()).logits.isfinite().all()
 
 
-@each("name", ["Qwen3Moe", "GptOss"])
-@each("implementation", ["grouped_bf16", "grouped_nvfp4"])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("implementation", ["grouped_bf16", "grouped_nvfp4"])
 def test_adapters_of_quantized_experts_add_to_decoded_weights(name, implementation):
     decoded = plain_model(name, implementation)
     for layer in decoded.model.layers:
@@ -98,8 +99,11 @@ def test_adapted_experts_are_not_replaced():
         model = adapted(plain_model(), targets)
         with torch.no_grad():
             want = model(ids_of()).logits
-            with raises(
-                ValueError, [".mlp.experts.", "a PEFT adapter adds to it", "merge_and_unload"]
+            with pytest.raises(
+                ValueError,
+                match=contains_all(
+                    ".mlp.experts.", "a PEFT adapter adds to it", "merge_and_unload"
+                ),
             ):
                 integration.prepare(model, NVFP4, columnwise=True)
             assert_same_bytes(model(ids_of()).logits, want)
@@ -112,5 +116,5 @@ def test_products_of_a_quantized_factor_are_refused():
     plain = torch.ones(2, 32, 32, dtype=BF16)
     assert_same_bytes(torch.baddbmm(w, plain, plain), torch.baddbmm(w.dequantize(), plain, plain))
     for factors in ((w, plain), (plain, copy.copy(w))):
-        with raises(TypeError, "grouped.grouped_gemm multiplies it"):
+        with pytest.raises(TypeError, match="grouped.grouped_gemm multiplies it"):
             torch.baddbmm(plain, *factors)

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from grouped import recipes
-from tests.helpers import BF16, assert_same_bytes, raises
+from tests.helpers import BF16, assert_same_bytes
 
 moe = pytest.importorskip("torchtitan.models.common.moe", exc_type=ImportError)
 from torchtitan.components.quantization.utils import has_quantization  # noqa: E402
@@ -83,6 +83,7 @@ def on_two_ranks(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.distributed
 def test_experts_spread_by_torchtitan(tmp_path):
     torch.multiprocessing.spawn(on_two_ranks, (str(tmp_path),), 2)
 
@@ -92,7 +93,7 @@ def test_layers_that_stay():
     converted("MXFP8", nested)
     assert isinstance(nested.inner_experts.recipe, recipes.MXFP8)
     for skip in ({"skip": ("inner",)}, {"skip_first": 1}, {"skip_last": 1}):
-        with raises(ValueError, f"no experts to convert: .*{next(iter(skip))}"):
+        with pytest.raises(ValueError, match=f"no experts to convert: .*{next(iter(skip))}"):
             converted("MXFP8", nested, **skip)
 
 
@@ -113,11 +114,11 @@ def test_first_and_last_layers_stay():
 
 
 def test_what_is_refused():
-    with raises(ValueError, "recipe must be one of"):
+    with pytest.raises(ValueError, match="recipe must be one of"):
         converted("FP4")
-    with raises(ValueError, "keeps scales"):
+    with pytest.raises(ValueError, match="keeps scales"):
         converted("FP8Delayed")
-    with raises(ValueError, "skip_last must not be negative"):
+    with pytest.raises(ValueError, match="skip_last must not be negative"):
         converted("BF16", skip_last=-1)
 
 
@@ -198,11 +199,11 @@ def test_overrides_of_experts(logged):
             "after must name an override.*'fused' is none",
         ),
     ):
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             apply_overrides(OverrideConfig(imports=[(ours, options)]), tree_of(1))
-    with raises(ValueError, "does not take CuteGroupedExperts.*left it as it is"):
+    with pytest.raises(ValueError, match="does not apply to CuteGroupedExperts.*left it unchanged"):
         apply_overrides(
             OverrideConfig(imports=[(ours, {"after": fused})]), converted("FP8Block", tree_of(1))
         )
-    with raises(ValueError, "both claim node"):
+    with pytest.raises(ValueError, match="both claim node"):
         apply_overrides(OverrideConfig(imports=[fused, ours]), tree_of(1))

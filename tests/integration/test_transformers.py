@@ -20,10 +20,9 @@ from tests.helpers import (
     BF16,
     assert_same_buffers,
     assert_same_bytes,
-    each,
-    raises,
-    seeded,
-    whole_graph,
+    compile_full_graph,
+    contains_all,
+    seeded_generator,
 )
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
@@ -81,7 +80,7 @@ def model_of(name, dtype=BF16):
 
 
 def ids_of():
-    return torch.randint(1, VOCABULARY, (2, 9), generator=seeded(1))
+    return torch.randint(1, VOCABULARY, (2, 9), generator=seeded_generator(1))
 
 
 def logits(model, implementation):
@@ -90,7 +89,7 @@ def logits(model, implementation):
         return model(ids_of()).logits
 
 
-@each("name", [*MODELS])
+@pytest.mark.parametrize("name", [*MODELS])
 def test_logits_are_as_near_to_fp64_as_stock(name):
     exact = logits(model_of(name, torch.float64), "eager")
     model = model_of(name)
@@ -103,8 +102,8 @@ def test_logits_are_as_near_to_fp64_as_stock(name):
         assert distance(implementation) <= bound * stock, implementation
 
 
-@each("implementation", ["grouped_nvfp4", "grouped_fp8_block"])
-@each("name", [*MODELS])
+@pytest.mark.parametrize("implementation", ["grouped_nvfp4", "grouped_fp8_block"])
+@pytest.mark.parametrize("name", [*MODELS])
 def test_prepared_weights_give_the_same_bits(name, implementation):
     model = model_of(name)
     want = logits(model, implementation)
@@ -129,7 +128,7 @@ def test_w4a16_is_a_product_with_decoded_weights():
     torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
 
 
-@each(
+@pytest.mark.parametrize(
     ("name", "implementation"),
     [*((name, "grouped_bf16") for name in MODELS), ("Mixtral", "grouped_fp8_block")],
 )
@@ -177,8 +176,8 @@ def experts_of(**options):
     return Experts(transformers.MixtralConfig())
 
 
-@each("parallel", [False, True])
-@each("options", [{}, {"has_gate": False}, {"has_post_expert_norm": True}])
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("options", [{}, {"has_gate": False}, {"has_post_expert_norm": True}])
 def test_other_experts_beside_stock(options, parallel):
     if not options.keys() <= inspect.signature(moe.use_experts_implementation).parameters.keys():
         pytest.skip(f"this release of transformers has no {options}")
@@ -197,7 +196,8 @@ def test_other_experts_beside_stock(options, parallel):
         torch.testing.assert_close(got, want, rtol=0.03, atol=0.03)
 
 
-@each("name", [*MODELS])
+@pytest.mark.compile
+@pytest.mark.parametrize("name", [*MODELS])
 def test_compiled_in_one_graph(name, fresh_dynamo):
     """Router, experts and what a model has beside them; in the last prepared experts."""
     model = model_of(name)
@@ -205,7 +205,7 @@ def test_compiled_in_one_graph(name, fresh_dynamo):
     if name == "GptOss":
         integration.prepare(model)
     block = model.model.layers[-1].mlp
-    compiled = whole_graph(block, dynamic=True)
+    compiled = compile_full_graph(block, dynamic=True)
 
     def result(block, x):
         with torch.no_grad():
@@ -217,14 +217,16 @@ def test_compiled_in_one_graph(name, fresh_dynamo):
         assert_same_bytes(result(compiled, x), result(block, x))
 
 
-@each("name", ["Mixtral", "GptOss"])
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
 def test_prepare_changes_all_or_nothing(name):
     model = model_of(name)
     before = logits(model, "grouped_nvfp4")
     last = model.model.layers[-1].mlp.experts
     whole = last.down_proj
     last.down_proj = nn.Parameter(whole[..., :24] if name == "Mixtral" else whole[:, :24])
-    with raises(ValueError, "down_proj of .*Experts: K must be a positive multiple of 16"):
+    with pytest.raises(
+        ValueError, match="down_proj of .*Experts: K must be a positive multiple of 16"
+    ):
         integration.prepare(model)
     assert not any(isinstance(p, grouped.GroupedTensor) for p in model.parameters())
     last.down_proj = whole
@@ -243,7 +245,7 @@ def test_what_a_prepared_model_says(tmp_path):
     )
     assert 0 < saved == plain - model.get_memory_footprint()
     for one in (model, copy.deepcopy(model), model.model):
-        with raises(ValueError, r"prepare\(\) quantized .*gate_up_proj: save before"):
+        with pytest.raises(ValueError, match=r"prepare\(\) quantized .*gate_up_proj: save before"):
             one.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
     model.save_pretrained(tmp_path, state_dict=values)
@@ -253,13 +255,13 @@ def test_what_a_prepared_model_says(tmp_path):
 
 
 def test_what_is_refused():
-    with raises(ValueError, "keeps scales from step to step"):
+    with pytest.raises(ValueError, match="scales that last from step to step"):
         integration.register(mine=recipes.FP8Delayed())
-    with raises(TypeError, "recipe"):
+    with pytest.raises(TypeError, match="recipe"):
         integration.register(mine="bf16")
-    with raises(ValueError, "eager is an experts implementation of transformers"):
+    with pytest.raises(ValueError, match="eager is an experts implementation of transformers"):
         integration.register(eager=recipes.BF16())
-    with raises(ValueError, "has no experts"):
+    with pytest.raises(ValueError, match="has no experts"):
         integration.prepare(nn.Linear(2, 2))
     model = model_of("Mixtral")
     for implementation, message in (
@@ -267,12 +269,12 @@ def test_what_is_refused():
         ("grouped_bf16", "pass fmt"),
     ):
         model.set_experts_implementation(implementation)
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             integration.prepare(model)
     assert integration.prepare(model, grouped.NVFP4()) == integration.prepare(
         model, grouped.NVFP4()
     )
-    with raises(ValueError, "gate_up_proj is nvfp4 already, fmt is mxfp8"):
+    with pytest.raises(ValueError, match="gate_up_proj is nvfp4 already, fmt is mxfp8"):
         integration.prepare(model, grouped.MXFP8())
 
 
@@ -282,9 +284,9 @@ def test_a_recipe_of_ones_own():
     del integration.RECIPES["mine"]
 
 
-@each("dtype", [torch.float32, torch.float16])
-@each("implementation", [*integration.RECIPES])
-@each("name", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("implementation", [*integration.RECIPES])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 def test_prepared_models_of_other_dtypes_run(name, implementation, dtype):
     model = model_of(name, dtype)
     want = logits(model, implementation)
@@ -297,6 +299,7 @@ def test_prepared_models_of_other_dtypes_run(name, implementation, dtype):
         assert_same_bytes(got, want)
 
 
+@pytest.mark.distributed
 def test_sharded_models_are_refused(single_rank):
     model = model_of("Mixtral")
     want = logits(model, "grouped_nvfp4")
@@ -304,13 +307,17 @@ def test_sharded_models_are_refused(single_rank):
         fully_shard(layer, mesh=single_rank)
     fully_shard(model, mesh=single_rank)
     assert_same_bytes(logits(model, "grouped_nvfp4"), want)
-    with raises(
-        ValueError, ["model.layers.0.mlp.experts.gate_up_proj", "FSDP2", "before fully_shard"]
+    with pytest.raises(
+        ValueError,
+        match=contains_all(
+            "model.layers.0.mlp.experts.gate_up_proj", "FSDP2", "before fully_shard"
+        ),
     ):
         integration.prepare(model)
     assert_same_bytes(logits(model, "grouped_nvfp4"), want)
 
 
+@pytest.mark.distributed
 def test_experts_that_are_dtensors_are_refused(single_rank):
     model = model_of("Mixtral")
     model.set_experts_implementation("grouped_nvfp4")
@@ -318,7 +325,9 @@ def test_experts_that_are_dtensors_are_refused(single_rank):
     experts.down_proj = nn.Parameter(
         distribute_tensor(experts.down_proj.detach(), single_rank, [Shard(0)])
     )
-    with raises(ValueError, ["model.layers.1.mlp.experts.down_proj", "it is a DTensor"]):
+    with pytest.raises(
+        ValueError, match=contains_all("model.layers.1.mlp.experts.down_proj", "it is a DTensor")
+    ):
         integration.prepare(model)
     assert not any(isinstance(p, grouped.GroupedTensor) for p in model.parameters())
 
@@ -346,20 +355,21 @@ def test_a_prepared_model_takes_implementations_that_multiply_its_weights(tmp_pa
     for one in (model, copy.deepcopy(model), torch.load(tmp_path / "model", weights_only=False)):
         want = logits(one, "grouped_mxfp8")
         for name in ("eager", "grouped_mm", "grouped_nvfp4", "grouped_fp8_block"):
-            with raises(
+            with pytest.raises(
                 ValueError,
-                [
+                match=contains_all(
                     f"experts_implementation='{name}' cannot multiply the weights that prepare() quantized"
-                ],
+                ),
             ):
                 one.set_experts_implementation(name)
             assert one.config._experts_implementation == "grouped_mxfp8"
         with torch.no_grad():
             assert_same_bytes(one(ids_of()).logits, want)
-        with raises(ValueError, "save_pretrained writes plain weights"):
+        with pytest.raises(ValueError, match="save_pretrained writes plain weights"):
             one.save_pretrained(tmp_path)
 
 
+@pytest.mark.emulated
 def test_weights_lie_as_the_implementation_reads_them():
     model = model_of("Mixtral")
     with backend("emulated:sm_90a"):
@@ -418,7 +428,7 @@ def test_a_captured_call_that_quantizes_experts_warns(monkeypatch):
             model(ids)
 
 
-@each("name", [*MODELS])
+@pytest.mark.parametrize("name", [*MODELS])
 def test_names_of_experts_that_transformers_does_not_read_are_warned_of(name, tmp_path):
     model = model_of(name)
     model.set_experts_implementation("grouped_bf16")
@@ -431,13 +441,14 @@ def test_names_of_experts_that_transformers_does_not_read_are_warned_of(name, tm
     )
 
 
+@pytest.mark.emulated
 def test_a_recorded_call_sees_that_a_weight_lies_in_another_order():
     pytest.importorskip("cutlass")
     model = model_of("Qwen3Moe")
     model.set_experts_implementation("grouped_nvfp4")
     experts = model.model.layers[0].mlp.experts
     x, ids = (
-        torch.randn(6, HIDDEN, generator=seeded(2)).to(BF16),
+        torch.randn(6, HIDDEN, generator=seeded_generator(2)).to(BF16),
         torch.tensor([[0, 1], [1, 2], [2, 0]] * 2),
     )
     with torch.no_grad(), backend("emulated:sm_90a"):

@@ -5,7 +5,7 @@ import cutlass
 from cutlass import Float32, Uint8, cute
 from cutlass.cute.runtime import make_fake_compact_tensor
 
-from cute_kernels.device.activations import TABLE_BYTES, FactorTable, activated
+from cute_kernels.device.activation_curves import TABLE_BYTES, FactorTable, activated
 from cute_kernels.device.convert import pack_words
 from cute_kernels.device.launch import env_stream
 from cute_kernels.formats.activations import parse_activation
@@ -65,7 +65,7 @@ class ActivationKernel:
                 .allocate_array(Uint8, TABLE_BYTES, byte_alignment=16)
                 .toint()
             )
-            FactorTable.of(self.activation, "bfloat16").fill(table_at, thread, _THREADS)
+            FactorTable.create(self.activation, "bfloat16").fill(table_at, thread, _THREADS)
         first = (cute.arch.block_idx()[0] * _THREADS + thread) * _EACH
         for i in cutlass.range(first, a.shape[0], _CTAS * _THREADS * _EACH, unroll=1):
             self.apply((a, b, grad), (value, of_a, of_b), i, table_at)
@@ -77,7 +77,7 @@ class ActivationKernel:
         forward = given[: 1 + act.is_gated]
         if table_at is not None:
             words = [pack_words(numbers, "bfloat16") for numbers in forward]
-            made = [FactorTable.of(act, "bfloat16").activated(words, table_at)]
+            made = [FactorTable.create(act, "bfloat16").activated(words, table_at)]
         else:
             made = activated(act, False, arch, forward) + activated(act, True, arch, given)
         for out, numbers in zip(outputs, made, strict=False):

@@ -9,11 +9,13 @@ import ptx_emulator as emulator
 from cute_kernels import backend
 from cute_kernels.testing.compiled import compile_for_emulator
 from cute_kernels.testing.cubin import read_resources
-from tests.helpers import BF16, assert_same_bytes, each
+from tests.helpers import BF16, assert_same_bytes
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 MODES = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True}]
-each_mode = each("mode", MODES, lambda mode: f"chaos {mode['seed']}" if "seed" in mode else "races")
+each_mode = pytest.mark.parametrize(
+    "mode", MODES, ids=lambda mode: f"chaos {mode['seed']}" if "seed" in mode else "races"
+)
 
 
 def check(arch, call, **options):

@@ -1,8 +1,10 @@
 import itertools
 
+import pytest
 import torch
 
 from cute_kernels.formats import FP8, MXFP8, FP8Block, parse
+from cute_kernels.kernels.quantize.choose import choose_row_config
 from cute_kernels.kernels.quantize.config import QuantizeProblem, RowsConfig, TileConfig
 from tests.helpers import (
     BF16,
@@ -11,10 +13,9 @@ from tests.helpers import (
     E5M2,
     F32,
     assert_same_buffers,
-    each,
     each_arch,
-    ends,
-    many_groups,
+    offs_of_many_groups,
+    offs_tensor,
 )
 
 from .op_support import ARCHITECTURES, check_code, each_mode
@@ -78,7 +79,7 @@ def special(dtype, cols):
         edges.flatten().repeat(2)[:, None] * torch.logspace(-8, 7, 8, 2.0)[: cols // 32]
     )
     finite = finite.clamp(max=torch.finfo(DTYPES[dtype]).max).to(DTYPES[dtype])
-    return Problem(torch.cat([x, tiny, finite]), ends(1, 2, 3, 40, 60, 150, 290, 330))
+    return Problem(torch.cat([x, tiny, finite]), offs_tensor(1, 2, 3, 40, 60, 150, 290, 330))
 
 
 def kernels():
@@ -89,21 +90,21 @@ def kernels():
         yield "sm_90a", text, directions
 
 
-@each(("arch", "text", "directions"), list(kernels()))
+@pytest.mark.parametrize(("arch", "text", "directions"), list(kernels()))
 def test_ragged_groups(arch, text, directions):
     config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
     for case in cases_of(text):
         check(config, ragged(*case))
 
 
-@each("text", [*SOME, DELAYED])
+@pytest.mark.parametrize("text", [*SOME, DELAYED])
 def test_uniform_groups(text):
     config = TileConfig(text, "bfloat16", "uniform", True, True, arch="sm_90a")
     for shape in ((2, 100, 96), (1, 256, 64), (3, 129, 32)):
         check(config, Problem(random_input(shape, BF16), None))
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "dtype"),
     [
         *((text, "bfloat16") for text in FORMATS),
@@ -115,7 +116,7 @@ def test_special_values(text, dtype):
 
 
 @each_arch
-@each("text", NAN_SCALES)
+@pytest.mark.parametrize("text", NAN_SCALES)
 def test_scales_that_are_nan(arch, text):
     """Of infinities alone; finite numbers have the bytes that they have without."""
     for directions in ((True, False), (False, True), (True, True)):
@@ -128,7 +129,7 @@ def test_scales_that_are_nan(arch, text):
         assert_same_buffers(*(expected(finite, parse(name), True, True) for name in (text, plain)))
 
 
-@each("text", ["fp8_block:nan_scales", "mxfp8:nan_scales", "fp8:nan_scales"])
+@pytest.mark.parametrize("text", ["fp8_block:nan_scales", "mxfp8:nan_scales", "fp8:nan_scales"])
 @each_arch
 def test_scales_that_are_nan_by_rows(arch, text):
     config = RowsConfig(text, "bfloat16", arch=arch)
@@ -144,17 +145,17 @@ def test_amaxes_where_a_scale_changes():
     for text, block in (("fp8_block", 128), ("fp8_block:dtype=e5m2", 128), ("mxfp8", 32)):
         x = torch.zeros(1 << 8, -(-len(amaxes) // 256) * block)
         x[:, 1::block] = torch.nn.functional.pad(amaxes, (0, -len(amaxes) % 256)).view(256, -1)
-        check(TileConfig(text, "float32", arch="sm_90a"), Problem(x, ends(256)))
+        check(TileConfig(text, "float32", arch="sm_90a"), Problem(x, offs_tensor(256)))
 
 
-@each("text", SOME)
+@pytest.mark.parametrize("text", SOME)
 def test_many_groups(text):
-    offs = many_groups()
+    offs = offs_of_many_groups()
     problem = Problem(random_input((int(offs[-1]) + 5, 32), BF16), offs)
     check(TileConfig(text, "bfloat16", "ragged", True, True, arch="sm_90a"), problem)
 
 
-@each("text", ["fp8", *SOME, DELAYED])
+@pytest.mark.parametrize("text", ["fp8", *SOME, DELAYED])
 def test_end_rows_that_break_the_rules(text):
     """They are clamped to the buffer; where they fall, no more is said of what is written."""
     x, fmt = random_input((140, 96), BF16), parse(text)
@@ -162,36 +163,36 @@ def test_end_rows_that_break_the_rules(text):
     for config in (TileConfig(text, "bfloat16", columnwise=True, arch="sm_90a"), rows):
         if config is rows and not rows.can_implement(QuantizeProblem("bfloat16", 96)):
             continue
-        got = quantize(config, Problem(x, ends(-5, 20, 1000, 2**31 - 1)))
+        got = quantize(config, Problem(x, offs_tensor(-5, 20, 1000, 2**31 - 1)))
         assert_same_buffers(
-            got, expected(Problem(x, ends(0, 20, 140, 140)), fmt, *directions_of(config))
+            got, expected(Problem(x, offs_tensor(0, 20, 140, 140)), fmt, *directions_of(config))
         )
-        for offs in (ends(100, 20, -7, 130), ends(2**31 - 1, -(2**31), 2**31 - 1, 0)):
+        for offs in (offs_tensor(100, 20, -7, 130), offs_tensor(2**31 - 1, -(2**31), 2**31 - 1, 0)):
             quantize(config, Problem(x, offs))
 
 
 @each_mode
-@each("text", [*SOME, DELAYED])
+@pytest.mark.parametrize("text", [*SOME, DELAYED])
 def test_any_order(text, mode):
     arch = ARCHITECTURES[mode.get("seed", 0) % 2]
-    problem = Problem(random_input((300, 544), BF16), ends(0, 130, 131, 290))
+    problem = Problem(random_input((300, 544), BF16), offs_tensor(0, 130, 131, 290))
     check(TileConfig(text, "bfloat16", "ragged", True, True, arch=arch), problem, **mode)
     check(TileConfig(text, "bfloat16", arch=arch), problem, num_sms=1, **mode)
 
 
-@each("directions", ["rowwise", "both"])
-@each("text", SOME)
+@pytest.mark.parametrize("directions", ["rowwise", "both"])
+@pytest.mark.parametrize("text", SOME)
 @each_arch
 def test_code(arch, text, directions):
     config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
     assert f"cvt.rn.satfinite.{FORMATS[text].element.name}x2.f32" in check_code(config, arch)
 
 
-@each("text", ["fp8", "fp8:dtype=e5m2", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("text", ["fp8", "fp8:dtype=e5m2", "fp8_block", "mxfp8"])
 @each_arch
 def test_code_of_rows(arch, text):
     fmt = parse(text)
-    config = RowsConfig.choose(fmt, QuantizeProblem("bfloat16", 4096), arch)
+    config = choose_row_config(fmt, QuantizeProblem("bfloat16", 4096), arch)
     assert f"cvt.rn.satfinite.{fmt.element.name}x2.f32" in check_code(config, arch)
 
 
@@ -208,7 +209,7 @@ ROWS = [
 ]
 
 
-@each(("text", "dtype", "warps", "rows"), ROWS)
+@pytest.mark.parametrize(("text", "dtype", "warps", "rows"), ROWS)
 def test_rows(text, dtype, warps, rows):
     for i, case in enumerate(cases_of(text)):
         problem = ragged(*case, dtype)
@@ -226,7 +227,7 @@ def test_rows(text, dtype, warps, rows):
 
 @each_mode
 def test_rows_in_any_order(mode):
-    problem = Problem(random_input((300, 544), BF16), ends(0, 130, 131, 290))
+    problem = Problem(random_input((300, 544), BF16), offs_tensor(0, 130, 131, 290))
     for text, arch in (
         ("fp8_block", "sm_90a"),
         ("mxfp8", "sm_90a"),

@@ -1,8 +1,11 @@
 import dataclasses
 import re
 
+import pytest
+
 from cute_kernels.formats import MXFP8, NVFP4
 from cute_kernels.kernels.gemm.variants import kernel_specs
+from cute_kernels.kernels.quantize.choose import choose_row_config
 from cute_kernels.kernels.quantize.config import (
     AmaxConfig,
     Prologue,
@@ -11,7 +14,7 @@ from cute_kernels.kernels.quantize.config import (
     TileConfig,
 )
 from cute_kernels.testing.compiled import compile_for_emulator
-from tests.helpers import DTYPES, each
+from tests.helpers import DTYPES
 
 from .op_support import ARCHITECTURES, check_code
 from .quantize_support import ARCH
@@ -37,7 +40,7 @@ CONFIGS = [
 ]
 
 
-@each("config", CONFIGS, str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_arithmetic_is_exact(config):
     """No spills, flushed denormals, approximations or fused multiply-adds; the hardware's
     conversions.
@@ -50,7 +53,7 @@ def test_arithmetic_is_exact(config):
         assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == (config.arch == ARCH)
 
 
-@each("dtype", [*DTYPES])
+@pytest.mark.parametrize("dtype", [*DTYPES])
 def test_tile_barriers_are_enough(dtype):
     """A team has two arrival barriers, so no more tiles than that may be in flight."""
     config = TileConfig("nvfp4", dtype)
@@ -59,17 +62,17 @@ def test_tile_barriers_are_enough(dtype):
 
 def test_configurations_say_what_they_take():
     problem = QuantizeProblem("bfloat16", 4096)
-    rows = RowsConfig.choose(BY_ROW, problem)
+    rows = choose_row_config(BY_ROW, problem)
     assert rows.can_implement(problem) and rows.warps_per_row == 2
     too_long = QuantizeProblem("bfloat16", 32784)
-    refused = RowsConfig.choose(BY_ROW, too_long).can_implement(too_long)
+    refused = choose_row_config(BY_ROW, too_long).can_implement(too_long)
     assert not refused and "32784" in refused.reason
     assert "16" in RowsConfig(SQUARE, "bfloat16").can_implement(problem).reason
     odd = QuantizeProblem("bfloat16", 48)
     assert "32" in RowsConfig("mxfp8", "bfloat16").can_implement(odd).reason
     # Scales of a row are whole words.
     short = QuantizeProblem("float32", 64, prologue=Prologue("float32", "swiglu"))
-    assert RowsConfig.choose(MXFP8(), short, "sm_90a").rows_per_warp == 4
+    assert choose_row_config(MXFP8(), short, "sm_90a").rows_per_warp == 4
 
 
 def facts(spec):
@@ -92,7 +95,7 @@ def sample(specs):
 GEMMS = [(arch, spec) for arch in ARCHITECTURES for spec in sample(kernel_specs(arch))]
 
 
-@each(("arch", "spec"), GEMMS, str)
+@pytest.mark.parametrize(("arch", "spec"), GEMMS, ids=str)
 def test_arithmetic_of_products_is_exact(arch, spec):
     """No flushed denormals and no approximations, but for reciprocals that are rounded afterwards."""
     ptx = compile_for_emulator(spec, arch).ptx

@@ -1,10 +1,12 @@
 import itertools
 import pickle
 
+import pytest
 import torch
 
 from cute_kernels import backend
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
+from cute_kernels.kernels.quantize.choose import choose_dequantize_config
 from cute_kernels.kernels.quantize.config import DequantizeConfig
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.ops.checks import unchecked_end_rows
@@ -17,12 +19,11 @@ from tests.helpers import (
     U8,
     assert_same_bytes,
     dequantize_arguments,
-    each,
     each_arch,
-    ends,
-    many_groups,
+    offs_of_many_groups,
+    offs_tensor,
     ops,
-    seeded,
+    seeded_generator,
 )
 
 from .op_support import (
@@ -54,7 +55,7 @@ BYTE_KINDS = {
 }
 #: One of each layout of scales.
 SOME = [k for k, (text, _) in BYTE_KINDS.items() if ":" not in text or "128x128" in text]
-each_kind = each("kind", [*KINDS])
+each_kind = pytest.mark.parametrize("kind", [*KINDS])
 RAGGED = ragged_cases("odd rows, K past two strips", 128, 16, 272, 48, 32, 144, 16)
 UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two tiles": (3, 129, 48)}
 
@@ -65,7 +66,7 @@ def arguments(shape, offs, kind, dtype="bfloat16"):
     K of MXFP8 is twice that of ``shape``.
     """
     text, columnwise = (KINDS | BYTE_KINDS)[kind]
-    fmt, generator = parse(text), seeded(sum(shape))
+    fmt, generator = parse(text), seeded_generator(sum(shape))
     shape = (*shape[:-1], fmt.k_multiple // 16 * shape[-1])
     groups = None if offs is None else len(offs)
     specs = buffers(fmt, shape, groups, rowwise=not columnwise, columnwise=columnwise)
@@ -108,20 +109,20 @@ def test_ragged_groups(arch, kind):
         check_case(arch, kind, "bfloat16", case)
 
 
-@each("kind", [*BYTE_KINDS])
+@pytest.mark.parametrize("kind", [*BYTE_KINDS])
 def test_ragged_groups_of_bytes(kind):
     for i, case in enumerate(RAGGED):
         check_case(ARCHITECTURES[i % 2], kind, "float32", case)
 
 
-@each("dtype", ["float16", "float32"])
-@each("kind", ["rowwise", "columnwise", "transformed"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("kind", ["rowwise", "columnwise", "transformed"])
 def test_other_dtypes(kind, dtype):
     for case in ("odd rows, K past two strips", "tail", "one row"):
         check_case("sm_90a", kind, dtype, case)
 
 
-@each("kind", [*KINDS, *SOME])
+@pytest.mark.parametrize("kind", [*KINDS, *SOME])
 def test_uniform_groups(kind):
     for i, shape in enumerate(UNIFORM.values()):
         args = arguments(shape, None, kind, "float16" if kind in SOME and i else "bfloat16")
@@ -130,14 +131,14 @@ def test_uniform_groups(kind):
 
 
 @each_mode
-@each("kind", [*KINDS, *SOME])
+@pytest.mark.parametrize("kind", [*KINDS, *SOME])
 def test_any_order_of_warps(kind, mode):
     check_case("sm_90a", kind, "bfloat16", "odd rows, K past two strips", num_sms=1, **mode)
 
 
-@each("kind", [*KINDS, *SOME])
+@pytest.mark.parametrize("kind", [*KINDS, *SOME])
 def test_more_than_a_thousand_groups(kind):
-    offs = many_groups()
+    offs = offs_of_many_groups()
     args = arguments((int(offs[-1]) + 5, 16), offs, kind)
     check("sm_100a", lambda: dequantize(args))
 
@@ -170,9 +171,9 @@ def test_only_the_rows_of_groups_are_touched(kind):
     assert_same_bytes(out[:live], dequantize(args)[:live], any_nan=True)
 
 
-@each("live", [0, 219, 259, 260])
+@pytest.mark.parametrize("live", [0, 219, 259, 260])
 def test_the_tail_of_a_fresh_result_is_zero(live):
-    args = arguments((260, 144), ends(0, 0, live), "row-scaled")
+    args = arguments((260, 144), offs_tensor(0, 0, live), "row-scaled")
     want = dequantize(args)
     storage = torch.full((2, 260, 144), -7.0, dtype=BF16)
     config = DequantizeConfig(NVFP4(row_scaled=True).text, "bfloat16")
@@ -185,13 +186,13 @@ def test_the_tail_of_a_fresh_result_is_zero(live):
         assert (out[live:] == (0 if fresh else -7)).all()
 
 
-@each("kind", [*KINDS, *SOME])
+@pytest.mark.parametrize("kind", [*KINDS, *SOME])
 @unchecked_end_rows()
 def test_any_offsets_and_grid(kind):
-    args = arguments((140, 64), ends(-5, 20, 1000, 2**31 - 1), kind)
+    args = arguments((140, 64), offs_tensor(-5, 20, 1000, 2**31 - 1), kind)
     for num_sms in (1, 7):
         check("sm_90a", lambda: dequantize(args), num_sms=num_sms)
-    args[-5] = ends(100, 20, -7, 130)
+    args[-5] = offs_tensor(100, 20, -7, 130)
     out = dequantize(args)
     with watching(*args, out), backend("emulated:sm_90a"):
         dequantize(args, out=out)
@@ -200,7 +201,7 @@ def test_any_offsets_and_grid(kind):
 @each_kind
 def test_code(kind):
     text, columnwise = KINDS[kind]
-    config = DequantizeConfig.choose(parse(text), "bfloat16", "ragged", columnwise)
+    config = choose_dequantize_config(parse(text), "bfloat16", "ragged", columnwise)
     assert pickle.loads(pickle.dumps(config)) == config
     # An FMA may be a quarter, which ptxas cannot make part of the product before it.
     check_code(config, "sm_90a", r"\.ftz|\.approx|\bfma\.(?!.*0f3E800000, zero)")

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 import ptx_emulator as emulator
 from cute_kernels.kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
-from tests.helpers import DTYPES, U8, each, seeded
+from tests.helpers import DTYPES, U8, seeded_generator
 
 from .gemm_support import SHAPES, check_modes, m_grouped, quantize
 from .op_support import each_mode
@@ -51,11 +52,11 @@ CONFIGS = {
     ),
     "mxfp8 e5m2": replace(FP16, b_operand="mxfp8:dtype=e5m2", tile=NARROW_PAIR),
 }
-each_config = each("name", [*CONFIGS])
+each_config = pytest.mark.parametrize("name", [*CONFIGS])
 
 
-@each("shape", SHAPES)
-@each("name", ["nvfp4", "nvfp4 256x128", "nvfp4 few rows", "nvfp4 partial"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 256x128", "nvfp4 few rows", "nvfp4 partial"])
 def test_shapes(name, shape):
     m_grouped(CONFIGS[name], *shape).check()
 
@@ -67,7 +68,7 @@ def test_every_format_and_tile(name):
     m_grouped(config, [3, 0, 130], 392, 1056, 5).check(config.tile.num_ctas)
 
 
-@each("name", [n for n in CONFIGS if "mxfp8" not in n])
+@pytest.mark.parametrize("name", [n for n in CONFIGS if "mxfp8" not in n])
 def test_dgrad_reads_a_columnwise_copy(name):
     m_grouped(CONFIGS[name], [5, 130], 136, 144, 3, columnwise_b=True).check()
 
@@ -79,7 +80,7 @@ def test_every_code_and_scale(name):
     config = replace(config, has_alpha=False, out_dtype="float32")
     product = m_grouped(config, [128], 264, 128)
     assert config.b_kind.fmt is not None
-    generator = seeded(3)
+    generator = seeded_generator(3)
     if product.a.fmt is None:
         product.a.codes = torch.eye(128).to(DTYPES[config.operand])
     else:
@@ -105,7 +106,7 @@ def test_every_order_of_events_gives_the_same_bits(mode):
     check_modes(mode, [(product, product.config.tile.num_ctas) for product in products])
 
 
-@each("name", ["nvfp4 256x256", "nvfp4 few rows", "fp8_block squares", "mxfp8"])
+@pytest.mark.parametrize("name", ["nvfp4 256x256", "nvfp4 few rows", "fp8_block squares", "mxfp8"])
 def test_banks_of_shared_memory_take_few_turns(name):
     """Codes and values none; scale words are read 32 rows at a time, which lie on 8 banks."""
     config = CONFIGS[name]

@@ -4,9 +4,10 @@ rule, too.
 
 from dataclasses import replace
 
+import pytest
 import torch
 
-from tests.helpers import each, ends
+from tests.helpers import offs_tensor
 from tests.kernels import test_gemm_decoded as decoded
 from tests.kernels import test_gemm_fp8 as fp8
 from tests.kernels import test_gemm_sm90 as sm90
@@ -26,14 +27,14 @@ from .op_support import MODES, watching
 SMALLEST, LARGEST = -(2**31), 2**31 - 1
 #: For groups of 130, 10 and 60 rows in a buffer of 211.
 WILD = {
-    "negative": ends(-5, -1, -300),
-    "falling": ends(200, 60, 10),
-    "falls and rises": ends(150, 20, 211),
-    "past the buffer": ends(212, 1000, 2000),
-    "largest": ends(LARGEST, LARGEST, LARGEST),
-    "smallest": ends(SMALLEST, SMALLEST, SMALLEST),
-    "smallest, then largest": ends(SMALLEST, LARGEST, 211),
-    "largest, then smallest": ends(LARGEST, SMALLEST, LARGEST),
+    "negative": offs_tensor(-5, -1, -300),
+    "falling": offs_tensor(200, 60, 10),
+    "falls and rises": offs_tensor(150, 20, 211),
+    "past the buffer": offs_tensor(212, 1000, 2000),
+    "largest": offs_tensor(LARGEST, LARGEST, LARGEST),
+    "smallest": offs_tensor(SMALLEST, SMALLEST, SMALLEST),
+    "smallest, then largest": offs_tensor(SMALLEST, LARGEST, 211),
+    "largest, then smallest": offs_tensor(LARGEST, SMALLEST, LARGEST),
 }
 #: One configuration for each way to find a tile's rows.
 CONFIGS = {
@@ -93,32 +94,36 @@ FAR = [
 ]
 
 
-@each("config", ZEROED, str)
+@pytest.mark.parametrize("config", ZEROED, ids=str)
 def test_the_tail_can_be_zeroed(config, device):
     check_zeroed_tails(
         config, device if arch_of(config) == "sm_90a" else "cpu", (MODES[1], MODES[-1])
     )
 
 
-@each(
+@pytest.mark.parametrize(
     "config",
-    {name: c for name, c in CONFIGS.items() if c.grouping == "m_grouped" and not c.zero_tail},
+    [
+        pytest.param(c, id=name)
+        for name, c in CONFIGS.items()
+        if c.grouping == "m_grouped" and not c.zero_tail
+    ],
 )
 def test_only_rows_of_groups_are_touched(config):
     check_live_rows(config)
 
 
-@each("config", CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_more_groups_than_a_window_of_the_scheduler(config):
     check_many_groups(config)
 
 
-@each("config", FAR, str)
+@pytest.mark.parametrize("config", FAR, ids=str)
 def test_offsets_past_2_to_the_31(config):
     check_far_rows(config)
 
 
-@each("config", CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_wild_end_rows_do_no_harm(config):
     product = product_of(config, [130, 10, 60], 72, 96, 11)
     # Storage of the buffers alone: that is what is watched.
@@ -129,13 +134,13 @@ def test_wild_end_rows_do_no_harm(config):
             product.launch(arguments)
 
 
-@each("config", CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_rows_that_no_group_has_stay(config):
     """End rows that are not above 0, or all empty groups: nothing to write; zeros in wgrad."""
     product = product_of(config, [0, 0, 0], 72, 96, 200)
     keeps = config.accumulate or config.grouping == "m_grouped" and not config.zero_tail
     want = product.before if keeps else 0
-    for offs in (ends(0, 0, 0), WILD["negative"], WILD["smallest"]):
+    for offs in (offs_tensor(0, 0, 0), WILD["negative"], WILD["smallest"]):
         product.offs = offs
         out = product.run(2)
         assert out.equal(torch.zeros_like(out) + want)

@@ -1,10 +1,11 @@
 from dataclasses import replace
 
+import pytest
 import torch
 
 import ptx_emulator as emulator
 from cute_kernels.kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
-from tests.helpers import assert_same_bytes, each
+from tests.helpers import assert_same_bytes
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, product_of
 from .op_support import each_mode
@@ -49,34 +50,34 @@ PLAIN_SHAPES = {
 }
 
 
-@each("shape", PLAIN_SHAPES)
-@each(
+@pytest.mark.parametrize("shape", PLAIN_SHAPES.values(), ids=PLAIN_SHAPES)
+@pytest.mark.parametrize(
     "config",
     [PLAIN, PLAIN_FEW_ROWS, PLAIN_DGRAD, PLAIN_WGRAD],
-    ["fprop", "few rows", "dgrad", "wgrad"],
+    ids=["fprop", "few rows", "dgrad", "wgrad"],
 )
 def test_plain_operands(config, shape):
     product_of(config, *shape).check()
 
 
-@each("shape", SHAPES)
-@each(
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
     "config",
     [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 partial"]],
-    ["row-scaled", "all", "fp32", "partial"],
+    ids=["row-scaled", "all", "fp32", "partial"],
 )
 def test_fprop(config, shape):
     m_grouped(config, *shape).check()
 
 
-@each("k", [32, 144, 320])
-@each("config", [FPROP, TILED["256x256 partial"]], ["direct", "partial"])
+@pytest.mark.parametrize("k", [32, 144, 320])
+@pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
 def test_dgrad_reads_a_columnwise_copy(config, k):
     m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True).check()
 
 
-@each("shape", WGRAD_SHAPES)
-@each("config", [WGRAD, WGRAD_ADD], ["overwrite", "accumulate"])
+@pytest.mark.parametrize("shape", WGRAD_SHAPES.values(), ids=WGRAD_SHAPES)
+@pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD], ids=["overwrite", "accumulate"])
 def test_wgrad(config, shape):
     k_grouped(config, *shape).check()
 
@@ -98,14 +99,14 @@ def tiled_products(name):
 TAILS = [1, 15, 16, 17, 0, 31, 33, 95, 97, 112, 127, 128, 129, 0, 160, 240, 241, 255, 256, 257, 447]
 
 
-@each("name", ["256x256 partial", "128x128 partial", "swapped 128x64"])
+@pytest.mark.parametrize("name", ["256x256 partial", "128x128 partial", "swapped 128x64"])
 def test_tails_of_every_length(name):
     # One cluster works on partial and whole tiles by turns.
     product = m_grouped(TILED[name], TAILS, 264, 96, tail=3)
     product.check(product.config.tile.num_ctas)
 
 
-@each("name", ["256x256 partial", "128x128 partial"])
+@pytest.mark.parametrize("name", ["256x256 partial", "128x128 partial"])
 def test_no_two_accesses_of_shared_memory_want_the_same_bank(name):
     product = m_grouped(TILED[name], [256, 0, 200], 264, 64)
     emulator.reset_stats()
@@ -119,7 +120,7 @@ def test_tails_add_to_the_output_of_two_ctas():
     m_grouped(config, [300, 0, 70, 256], 392, 160, tail=5).check(4)
 
 
-@each("name", [*TILED])
+@pytest.mark.parametrize("name", [*TILED])
 def test_every_tile(name):
     for product, num_sms in tiled_products(name):
         product.check(num_sms)
@@ -154,7 +155,7 @@ def test_every_order_of_events_gives_the_same_bits(mode):
     check_modes(mode, products)
 
 
-@each("config", [FPROP, TILED["256x256 partial"]], ["direct", "partial"])
+@pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
 def test_infinite_and_nan_factors_stay_in_their_rows(config):
     product = m_grouped(config, [40, 9], 16, 32)
     product.a.amax[3], product.a.amax[41] = torch.inf, torch.nan

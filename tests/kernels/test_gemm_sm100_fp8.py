@@ -1,8 +1,9 @@
 import functools
 
+import pytest
+
 import ptx_emulator as emulator
 from cute_kernels.kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
-from tests.helpers import each
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, k_grouped, m_grouped, product_of, wild
 from .op_support import each_mode
@@ -67,8 +68,8 @@ def dgrad(config, sizes, n, k, tail=0):
     return m_grouped(config, sizes, n, k, tail, columnwise_b=True)
 
 
-@each("shape", SHAPES)
-@each("config", M_GROUPED)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("config", M_GROUPED.values(), ids=M_GROUPED)
 def test_fprop(config, shape):
     sizes, n, k, tail = shape
     # K of MXFP8 is in blocks.
@@ -76,26 +77,29 @@ def test_fprop(config, shape):
     m_grouped(config, sizes, n, k, tail).check()
 
 
-@each("k", [48, 144, 272])
-@each("config", DGRAD)
+@pytest.mark.parametrize("k", [48, 144, 272])
+@pytest.mark.parametrize("config", DGRAD.values(), ids=DGRAD)
 def test_dgrad_reads_a_columnwise_copy(config, k):
     """Half of an instruction is past K, where codes may be anything: NaN, here."""
     k = -(-k // config.kind.k_align) * config.kind.k_align
     dgrad(config, [100, 0, 5, 270], 136, k, 3).check()
 
 
-@each("shape", WGRAD_SHAPES)
-@each("config", K_GROUPED)
+@pytest.mark.parametrize("shape", WGRAD_SHAPES.values(), ids=WGRAD_SHAPES)
+@pytest.mark.parametrize("config", K_GROUPED.values(), ids=K_GROUPED)
 def test_wgrad(config, shape):
     k_grouped(config, *shape).check()
 
 
-@each("config", M_GROUPED | {f"wgrad {name}": config for name, config in K_GROUPED.items()})
+ALL_CONFIGS = M_GROUPED | {f"wgrad {name}": config for name, config in K_GROUPED.items()}
+
+
+@pytest.mark.parametrize("config", ALL_CONFIGS.values(), ids=ALL_CONFIGS)
 def test_every_code_and_scale(config):
     wild(product_of(config, [20, 0, 5, 129], 136, 160, 11)).check(2, any_nan=True)
 
 
-@each("config", [M_GROUPED["mxfp8"], DGRAD["mxfp8"], M_GROUPED["fp8 all"]])
+@pytest.mark.parametrize("config", [M_GROUPED["mxfp8"], DGRAD["mxfp8"], M_GROUPED["fp8 all"]])
 def test_tails_of_every_length(config):
     # One cluster works on partial and whole tiles by turns.
     m_grouped(config, TAILS, 264, 96, 3, columnwise_b=config.transpose_b).check(

@@ -4,6 +4,7 @@ empty groups.
 
 import contextlib
 
+import pytest
 import torch
 
 import ptx_emulator as emulator
@@ -11,15 +12,7 @@ from cute_kernels import backend
 from cute_kernels.kernels.gemm.sm90.config import Sm90Tile
 from cute_kernels.kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops.gemm.launcher import force_tile
-from tests.helpers import (
-    BF16,
-    dequantize_arguments,
-    each,
-    each_arch,
-    m_grouped_arguments,
-    ops,
-    sample,
-)
+from tests.helpers import BF16, dequantize_arguments, each_arch, m_grouped_arguments, ops, sample
 
 SIZES = (40, 1, 128, 30, 7, 200, 64, 10)
 ROWS, K, N = sum(SIZES), 512, 64
@@ -105,7 +98,7 @@ def cost(tile, arch, op, arguments):
 
 
 @each_arch
-@each("name", [*READERS])
+@pytest.mark.parametrize("name", [*READERS])
 def test_empty_groups_cost_nothing(name, arch):
     op, make, most = READERS[name]
     x = sample(ROWS, K)

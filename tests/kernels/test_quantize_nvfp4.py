@@ -2,12 +2,20 @@ import dataclasses
 import functools
 import itertools
 
+import pytest
 import torch
 
 import ptx_emulator as emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.kernels.quantize.config import RowsConfig, TileConfig
-from tests.helpers import BF16, DTYPES, each, each_arch, ends, many_groups, seeded
+from tests.helpers import (
+    BF16,
+    DTYPES,
+    each_arch,
+    offs_of_many_groups,
+    offs_tensor,
+    seeded_generator,
+)
 
 from .op_support import ARCHITECTURES, array_of, check_touched, each_mode
 from .quantize_support import (
@@ -58,14 +66,14 @@ def tiles(dtype="bfloat16", grouping="ragged", **changes):
 
 
 def in_any_order(cols):
-    return Problem(random_input((300, cols), BF16), ends(0, 130, 131, 290))
+    return Problem(random_input((300, cols), BF16), offs_tensor(0, 130, 131, 290))
 
 
 #: What columnwise copies do is in those of both directions.
 PARTS = ("rowwise", "columnwise", "row-scaled", "square")
 
 
-@each(
+@pytest.mark.parametrize(
     ("arch", "variant"),
     [(a, v) for v in VARIANTS for a in (ARCHITECTURES[-1:] if v in PARTS else ARCHITECTURES)],
 )
@@ -74,23 +82,25 @@ def test_tiles_of_ragged_groups(arch, variant):
         check(tiles(arch=arch, **VARIANTS[variant]), ragged(*case))
 
 
-@each("variant", ["row-scaled and columnwise", "square, both"])
+@pytest.mark.parametrize("variant", ["row-scaled and columnwise", "square, both"])
 def test_teams_go_from_tile_to_tile_of_a_group(variant):
     x = random_input((670, 560), BF16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
     x[400:530] *= 2.0**115
     check(
-        tiles(arch="sm_90a", **VARIANTS[variant]), Problem(x, ends(400, 400, 530, 660)), num_sms=1
+        tiles(arch="sm_90a", **VARIANTS[variant]),
+        Problem(x, offs_tensor(400, 400, 530, 660)),
+        num_sms=1,
     )
 
 
-@each("variant", UNIFORM_VARIANTS)
+@pytest.mark.parametrize("variant", UNIFORM_VARIANTS)
 def test_tiles_of_uniform_groups(variant):
     config = tiles("bfloat16", "uniform", **VARIANTS[variant])
     for shape in UNIFORM.values():
         check(config, Problem(random_input(shape, BF16), None))
 
 
-@each(
+@pytest.mark.parametrize(
     ("variant", "grouping", "arch"),
     [
         *itertools.product(
@@ -109,26 +119,26 @@ def test_two_phases_compute_the_amaxes(variant, grouping, arch):
             check(config, ragged(*RAGGED[case]))
 
 
-@each("dtype", [*DTYPES])
-@each(("arch", "warps"), [(ARCH, 1), (ARCH, 2), ("sm_90a", 2)])
+@pytest.mark.parametrize("dtype", [*DTYPES])
+@pytest.mark.parametrize(("arch", "warps"), [(ARCH, 1), (ARCH, 2), ("sm_90a", 2)])
 def test_rows_of_ragged_groups(arch, warps, dtype):
     config = Rows(dtype=dtype, warps_per_row=warps, arch=arch)
     for case in RAGGED.values():
         check(config, ragged(*case, dtype))
 
 
-@each(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
+@pytest.mark.parametrize(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
 def test_rows_with_amaxes_of_groups(warps, rows):
     config = GivenRows(warps_per_row=warps, rows_per_warp=rows)
     for case in RAGGED.values():
         check(config, ragged(*case))
 
 
-@each("dtype", ["bfloat16", "float32"])
-@each("rows", [2, 4, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [2, 4, 8])
 def test_several_rows_a_warp(dtype, rows):
     config = Rows(dtype=dtype, warps_per_row=1, rows_per_warp=rows)
-    generator = seeded(7)
+    generator = seeded_generator(7)
     for cols in (16, config.max_cols - 48, config.max_cols):
         # Ends that leave the last packets of a tile with each number of rows.
         offs = torch.randint(0, 120, (6,), generator=generator).cumsum(0).int()
@@ -139,7 +149,7 @@ def test_rows_up_to_16384():
     for dtype in ("bfloat16", "float32"):
         config = Rows(dtype=dtype, warps_per_row=8 if dtype == "bfloat16" else 16)
         assert config.max_cols == 16384
-        check(config, Problem(random_input((10, 16384), DTYPES[dtype]), ends(9, 10)))
+        check(config, Problem(random_input((10, 16384), DTYPES[dtype]), offs_tensor(9, 10)))
 
 
 @each_arch
@@ -149,7 +159,7 @@ def test_rows_of_uniform_groups(arch):
         check(config, Problem(random_input(shape, BF16), None))
 
 
-@each("dtype", [*DTYPES])
+@pytest.mark.parametrize("dtype", [*DTYPES])
 @each_arch
 def test_special_values(arch, dtype):
     x = special_input(150, 128, DTYPES[dtype])
@@ -157,7 +167,7 @@ def test_special_values(arch, dtype):
     # The last group is all tiny: its S_enc is clamped to FMAX.
     tiny = torch.full((20, 128), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
     tiny[:, ::3] *= -0.5
-    problem = Problem(torch.cat([x, tiny]), ends(1, 2, 3, 40, 60, 150, 170))
+    problem = Problem(torch.cat([x, tiny]), offs_tensor(1, 2, 3, 40, 60, 150, 170))
     check(tiles(dtype, columnwise=True, arch=arch), problem)
     check(tiles(dtype, format=SQUARE, columnwise=True, arch=arch), problem)
     if dtype == "bfloat16":
@@ -166,7 +176,7 @@ def test_special_values(arch, dtype):
     check(Rows(dtype=dtype, warps_per_row=1, arch=arch), problem)
 
 
-@each(
+@pytest.mark.parametrize(
     "variant",
     [
         "both",
@@ -187,26 +197,28 @@ def test_amaxes_that_keep_nan(arch, variant):
     )
     x = special_input(170, 128, BF16)
     x[40:60] = random_input((20, 128), BF16)
-    problem = Problem(x, ends(1, 2, 3, 40, 60, 150))
+    problem = Problem(x, offs_tensor(1, 2, 3, 40, 60, 150))
     check(config, problem)
     want = expected(problem, config.fmt, True, True)
     assert want["amax"][:150].isnan().any() and not want["amax"][:150].isnan().all()
 
 
-@each("dtype", [*DTYPES])
+@pytest.mark.parametrize("dtype", [*DTYPES])
 @each_arch
 def test_rows_that_keep_nan(arch, dtype):
     config = Rows(format=f"{ROW_SCALED},nan_scales", dtype=dtype, warps_per_row=1, arch=arch)
-    check(config, Problem(special_input(170, 128, DTYPES[dtype]), ends(1, 2, 3, 40, 60, 150)))
+    check(
+        config, Problem(special_input(170, 128, DTYPES[dtype]), offs_tensor(1, 2, 3, 40, 60, 150))
+    )
 
 
 def test_a_given_amax_need_not_be_the_true_one():
     check(tiles(columnwise=True), ragged(*RAGGED["tail"]), torch.tensor([1e-3, 3.0, 1e30]))
 
 
-@each("kind", ["rows", "tiles"])
+@pytest.mark.parametrize("kind", ["rows", "tiles"])
 def test_more_than_a_thousand_groups(kind):
-    offs = many_groups()
+    offs = offs_of_many_groups()
     problem = Problem(random_input((int(offs[-1]) + 5, 16), BF16), offs)
     if kind == "rows":
         check(Rows(warps_per_row=1), problem)
@@ -215,7 +227,7 @@ def test_more_than_a_thousand_groups(kind):
 
 
 @each_mode
-@each(
+@pytest.mark.parametrize(
     ("arch", "variant", "cols"),
     [
         # Two more column tiles than stages for one CTA.
@@ -240,7 +252,7 @@ def test_tiles_in_any_order(arch, variant, cols, mode):
 def test_bands_without_rows(arch):
     band = TileConfig.band
     offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
-    problem = Problem(random_input((1600, 272), BF16), ends(*offs))
+    problem = Problem(random_input((1600, 272), BF16), offs_tensor(*offs))
     config = tiles(columnwise=True, arch=arch)
     want = expected(problem, NVFP4(), True, True)
     for num_sms in (1, 3):
@@ -248,11 +260,13 @@ def test_bands_without_rows(arch):
             assert_same_buffers(quantize(config, problem), want)
 
 
-@each("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_loads_that_land_out_of_order(dtype):
     """Rowwise teams never meet, so a team can be ahead of a load that another one waits for."""
     config = tiles(dtype, compute_amax=True)
-    problem = Problem(random_input((520, 528), DTYPES[dtype]), ends(6, 6, 134, 262, 390, 519))
+    problem = Problem(
+        random_input((520, 528), DTYPES[dtype]), offs_tensor(6, 6, 134, 262, 390, 519)
+    )
     want = expected(problem, NVFP4(), True, False)
     for seed in range(12):
         with emulator.options(mode="chaos", seed=seed, num_sms=1):
@@ -260,19 +274,19 @@ def test_loads_that_land_out_of_order(dtype):
 
 
 @each_mode
-@each(
+@pytest.mark.parametrize(
     "config",
     [
         *(Rows(warps_per_row=w, rows_per_warp=rows) for w, rows in ((1, 1), (4, 1), (1, 4))),
         *(make(warps_per_row=4, arch="sm_90a") for make in (Rows, GivenRows)),
     ],
-    str,
+    ids=str,
 )
 def test_rows_in_any_order(config, mode):
     check(config, in_any_order(496), **mode)
 
 
-@each("kind", ["rows", "tiles"])
+@pytest.mark.parametrize("kind", ["rows", "tiles"])
 def test_only_the_live_rows_are_touched(kind):
     """Of the tail of x the box of a tile at most is read; nothing outside the buffers is touched."""
     problem = ragged(*RAGGED["tail"])
@@ -293,12 +307,12 @@ def test_only_the_live_rows_are_touched(kind):
 
 def test_bad_offsets_stay_in_the_buffer():
     x = random_input((140, 64), BF16)
-    clamped = Problem(x, ends(0, 20, 140, 140))
+    clamped = Problem(x, offs_tensor(0, 20, 140, 140))
     config, rows = tiles(columnwise=True), Rows()
-    wild = Problem(x, ends(-5, 20, 1000, 2**31 - 1))
+    wild = Problem(x, offs_tensor(-5, 20, 1000, 2**31 - 1))
     assert_same_buffers(quantize(config, wild), expected(clamped, NVFP4(), True, True))
     fmt = NVFP4(row_scaled=True)
     assert_same_buffers(quantize(rows, wild), expected(clamped, fmt, True, False))
     two_phase = dataclasses.replace(config, format=ROW_SCALED, compute_amax=True)
     for made in (two_phase, rows):
-        quantize(made, Problem(x, ends(100, 20, -7, 130)))
+        quantize(made, Problem(x, offs_tensor(100, 20, -7, 130)))

@@ -2,13 +2,14 @@ import contextlib
 import math
 from fractions import Fraction
 
+import pytest
 import torch
 
 from cute_kernels import backend
 from cute_kernels.formats import parse
 from cute_kernels.kernels.quantize.config import AdamWConfig, AdamWTileConfig
 from cute_kernels.kernels.quantize.variants import kernel_specs
-from tests.helpers import BF16, F16, F32, U8, assert_all_same, each, each_arch, ops, raises, seeded
+from tests.helpers import BF16, F16, F32, U8, assert_all_same, each_arch, ops, seeded_generator
 from tests.kernels.op_support import MODES, check_code, watching
 from tests.reference.rational import fp32
 
@@ -28,14 +29,14 @@ SPECIALS = torch.tensor(
 
 
 def arguments(text, shape=SHAPE, special=False, found_inf=0.0):
-    fmt, random = parse(text), seeded(sum(shape))
+    fmt, random = parse(text), seeded_generator(sum(shape))
     master, m, v, grad = (
         torch.randn(shape, generator=random) * factor for factor in (1, 0.1, 0.01, 1)
     )
     for t in (master, m, v, grad) * special:
         at = torch.rand(shape, generator=random) < 0.1
         t[at] = SPECIALS[torch.randint(len(SPECIALS), (int(at.sum()),), generator=random)]
-    scale = torch.tensor([0.5, 3.0] * shape[0])[: shape[0]] if fmt.takes_scale else None
+    scale = torch.tensor([0.5, 3.0] * shape[0])[: shape[0]] if fmt.has_given_scale else None
     out = ops.grouped_quantize(torch.zeros(shape), text, None, None, True, True, scale)
     for t in out:
         t.view(U8).fill_(0x5A)  # poison
@@ -54,8 +55,9 @@ def result(given, name="reference", **options):
     return [*held[:3], *out]
 
 
+@pytest.mark.emulated
 @each_arch
-@each("text", [*GRADIENTS])
+@pytest.mark.parametrize("text", [*GRADIENTS])
 def test_kernels_have_the_bits_of_the_reference(text, arch):
     shapes = [(1, 1, 32), SHAPE, (3, 0, 64)] + [MANY] * (
         (text, arch) in (("mxfp8", "sm_90a"), ("fp8", "sm_100a"))
@@ -90,6 +92,7 @@ def test_the_reference_rounds_as_stated():
         assert new == [p, m, v]
 
 
+@pytest.mark.emulated
 @each_arch
 def test_code(arch):
     for config in kernel_specs(arch):
@@ -118,5 +121,5 @@ def test_faults():
             "weights have second levels of groups, which nvfp4:row_scaled has not",
         ),
     ):
-        with raises(error, message):
+        with pytest.raises(error, match=message):
             ops.adamw_quantize(*given[:at], value, *given[at + 1 :])

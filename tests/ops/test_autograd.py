@@ -1,10 +1,11 @@
 import re
 
+import pytest
 import torch
 from torch.autograd import forward_ad
 
 import cute_kernels
-from tests.helpers import BF16, DTYPES, F16, F32, U8, assert_same_bytes, each, offsets, ops, raises
+from tests.helpers import BF16, DTYPES, F16, F32, U8, assert_same_bytes, offs_from_splits, ops
 
 from .test_layouts import CALLS
 from .test_schemas import outputs_like, tensors
@@ -49,11 +50,11 @@ def check_gradients(product, exact, *shapes, dtype):
     return operands
 
 
-@each("dtype", DTYPES)
-@each("transpose_b", [False, True])
-@each("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_m_grouped_gemm(splits, transpose_b, dtype):
-    groups, tail, offs = len(splits), 4, offsets(splits)
+    groups, tail, offs = len(splits), 4, offs_from_splits(splits)
     alpha = torch.rand(groups) + 0.5
     a, b, _ = check_gradients(
         lambda a, b, bias: ops.m_grouped_gemm(a, b, offs, bias, alpha, transpose_b),
@@ -66,10 +67,10 @@ def test_m_grouped_gemm(splits, transpose_b, dtype):
     assert not b.grad[torch.tensor(splits) == 0].any()
 
 
-@each("dtype", DTYPES)
-@each("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_k_grouped_gemm(splits, dtype):
-    rows, alpha, offs = sum(splits) + 4, torch.rand(len(splits)) + 0.5, offsets(splits)
+    rows, alpha, offs = sum(splits) + 4, torch.rand(len(splits)) + 0.5, offs_from_splits(splits)
     check_gradients(
         lambda a, b: ops.k_grouped_gemm(a, b, offs, alpha),
         lambda a, b: exact_k_grouped(a, b, splits, alpha, 4),
@@ -78,20 +79,20 @@ def test_k_grouped_gemm(splits, dtype):
     )
 
 
-@each("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_only_the_gradients_that_are_needed(wanted):
     operands = [torch.randn(8, 4), torch.randn(2, 3, 4), torch.randn(2, 3)]
     for i in wanted:
         operands[i].requires_grad_()
     a, b, bias = operands
-    ops.m_grouped_gemm(a, b, offsets((5, 3)), bias).sum().backward()
+    ops.m_grouped_gemm(a, b, offs_from_splits((5, 3)), bias).sum().backward()
     assert [i for i, t in enumerate(operands) if t.grad is not None] == list(wanted)
 
 
 def test_second_derivative():
     a = torch.randn(8, 4, requires_grad=True)
     b = torch.randn(2, 3, 4, requires_grad=True)
-    y = ops.m_grouped_gemm(a, b, offsets((5, 3)))
+    y = ops.m_grouped_gemm(a, b, offs_from_splits((5, 3)))
     (da,) = torch.autograd.grad((y * y).sum(), a, create_graph=True)
     (db,) = torch.autograd.grad((da * da).sum(), b)
     exact_a, exact_b = doubled(a), doubled(b)
@@ -106,21 +107,21 @@ def test_second_derivative():
 def test_gradient_of_bias_keeps_its_dtype_and_is_summed_in_fp32():
     a, b = torch.randn(300, 4).bfloat16(), torch.randn(1, 3, 4).bfloat16()
     bias = torch.zeros(1, 3, dtype=F16, requires_grad=True)
-    out = ops.m_grouped_gemm(a, b, offsets((300,)), bias)
+    out = ops.m_grouped_gemm(a, b, offs_from_splits((300,)), bias)
     out.backward(torch.full_like(out, 1.0))
     assert bias.grad.dtype == F16
     assert bias.grad.tolist() == [[300.0] * 3]  # bf16 sums stop at 256
 
 
-@each("name", ["m_grouped_gemm", "k_grouped_gemm"])
+@pytest.mark.parametrize("name", ["m_grouped_gemm", "k_grouped_gemm"])
 def test_alpha_has_no_derivative(name):
-    a, offs = torch.randn(8, 4, requires_grad=True), offsets((5, 3))
+    a, offs = torch.randn(8, 4, requires_grad=True), offs_from_splits((5, 3))
     alpha = torch.ones(2, requires_grad=True)
     if name == "m_grouped_gemm":
         out = ops.m_grouped_gemm(a, torch.randn(2, 3, 4), offs, None, alpha)
     else:
         out = ops.k_grouped_gemm(a, a.detach(), offs, alpha)
-    with raises(RuntimeError, "alpha"):
+    with pytest.raises(RuntimeError, match="alpha"):
         out.sum().backward()
 
 
@@ -172,16 +173,18 @@ def outputs_of(name, arguments):
     return outputs_like(name, getattr(ops, name)(**arguments), torch.zeros_like)
 
 
-@each(("case", "operand"), [(c, operand) for c, operand in OPERANDS if c not in ("fprop", "wgrad")])
+@pytest.mark.parametrize(
+    ("case", "operand"), [(c, operand) for c, operand in OPERANDS if c not in ("fprop", "wgrad")]
+)
 def test_what_has_no_derivative_says_so(case, operand):
     name, arguments = arguments_of(case)
     arguments = require_gradient(arguments, operand)
     result = next(t for t in tensors(getattr(ops, name)(**arguments)) if t.requires_grad)
-    with raises(RuntimeError, f"{name} (of quantized operands )?has no derivative"):
+    with pytest.raises(RuntimeError, match=f"{name} (of quantized operands )?has no derivative"):
         result.sum().backward()
 
 
-@each(("case", "operand"), [*OPERANDS, *((case, None) for case in OUT_FORMS)])
+@pytest.mark.parametrize(("case", "operand"), [*OPERANDS, *((case, None) for case in OUT_FORMS)])
 def test_out_forms_refuse_what_requires_a_gradient(case, operand):
     """An operand, or without one an output."""
     name, arguments = arguments_of(case)
@@ -194,15 +197,15 @@ def test_out_forms_refuse_what_requires_a_gradient(case, operand):
             re.escape(label_of(arguments, operand)),
             require_gradient(arguments, operand),
         )
-    with raises(RuntimeError, f"{name}_out.*{label} requires a gradient"):
+    with pytest.raises(RuntimeError, match=f"{name}_out.*{label} requires a gradient"):
         getattr(ops, f"{name}_out")(**arguments, **outputs)
     assert not any(t.detach().view(U8).any() for t in tensors(outputs)), "nothing is written"
     with torch.no_grad():
         getattr(ops, f"{name}_out")(**arguments, **outputs)
 
 
-@each(("case", "operand"), OPERANDS)
-@each("way", ["func.jvp", "dual level"])
+@pytest.mark.parametrize(("case", "operand"), OPERANDS)
+@pytest.mark.parametrize("way", ["func.jvp", "dual level"])
 def test_forward_mode_is_refused(case, operand, way):
     """A zero tangent would be the derivative of a constant."""
     name, arguments = arguments_of(case)
@@ -225,7 +228,7 @@ def test_forward_mode_is_refused(case, operand, way):
         return getattr(cute_kernels.ops, name)(*ordered)
 
     for function in (call, call_directly, call_out):
-        with raises((NotImplementedError, RuntimeError), "no forward-mode|in forward"):
+        with pytest.raises((NotImplementedError, RuntimeError), match="no forward-mode|in forward"):
             if way == "func.jvp":
                 torch.func.jvp(function, (primal,), (tangent,))
             else:
@@ -239,7 +242,14 @@ def test_operands_without_a_tangent_pass_in_a_dual_level():
         assert_same_bytes(ops.m_grouped_gemm(**arguments), ops.m_grouped_gemm(**arguments))
 
 
-@each("name", [name for name, op in vars(cute_kernels.ops).items() if callable(op)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, op in vars(cute_kernels.ops).items()
+        if callable(op) and not isinstance(op, type)
+    ],
+)
 def test_every_form_is_documented(name):
     text = getattr(ops, name).__doc__
     assert "Args:" in text

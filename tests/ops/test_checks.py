@@ -20,15 +20,14 @@ from tests.helpers import (
     I32,
     U8,
     dequantize_arguments,
-    each,
     k_grouped_arguments,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
     ops,
     sample,
 )
 
-OFFS = offsets((5, 3))
+OFFS = offs_from_splits((5, 3))
 X = torch.ones(8, 32)
 W = torch.ones(2, 16, 32)
 ROW = torch.zeros(3, 2, dtype=I32)
@@ -270,7 +269,7 @@ WRONG_VALUES = {
         (m_grouped(Q[:3], W), "b must be quantized if a is, got a_format='nvfp4' alone"),
         (
             m_grouped(Q[:3], b_format=ROWS),
-            "b_format must have one second-level scale a group, got 'nvfp4:row_scaled'",
+            "b_format must have one global scale per group, got 'nvfp4:row_scaled'",
         ),
         (rows_of(X, W, ROW), "rows must have 1 dimensions, got shape (3, 2)"),
         (rows_of(X, W, OFFS, ROW), "inverse must have size 8 in dimension 0, got shape (3, 2)"),
@@ -294,7 +293,7 @@ WRONG_VALUES = {
             "slot rows must be a positive multiple of 128 (a is a columnwise copy), got 200",
         ),
         (
-            k_grouped(Q[3:], Q[3:], offsets((2, 2, 4))),
+            k_grouped(Q[3:], Q[3:], offs_from_splits((2, 2, 4))),
             "a must have at least one tile for each of the 3 groups of offs",
         ),
         (k_grouped(Q[3:], X), "b must be quantized if a is, got a_format='nvfp4' alone"),
@@ -442,8 +441,8 @@ def nothing_to_write(name):
     return {out.name: [] if str(out.type) == "List[Tensor]" else torch.zeros(0)}
 
 
-@each("suffix", ["", "_out"])
-@each(("name", "arguments", "error", "text"), CASES)
+@pytest.mark.parametrize("suffix", ["", "_out"])
+@pytest.mark.parametrize(("name", "arguments", "error", "text"), CASES)
 def test_bad_arguments(name, arguments, error, text, suffix):
     outputs = nothing_to_write(name) if suffix else {}
     with pytest.raises(error, match=re.escape(text)):
@@ -466,7 +465,7 @@ def test_good_outputs_pass():
         quantize_out()
 
 
-@each(
+@pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
         (
@@ -503,7 +502,7 @@ def test_bad_outputs(changes, error, text):
         quantize_out(**changes)
 
 
-@each("count", [0, 1, 2, 4])
+@pytest.mark.parametrize("count", [0, 1, 2, 4])
 def test_a_list_of_outputs_has_the_length_of_what_is_asked(count):
     given = [*good_outputs().values(), torch.zeros(0)][:count]
     text = "out must be 3 tensors, of shapes (8, 16), (2, 1, 512), (2,); got"
@@ -511,7 +510,7 @@ def test_a_list_of_outputs_has_the_length_of_what_is_asked(count):
         ops.grouped_quantize_out(X, NVFP4, OFFS, out=given)
 
 
-@each(
+@pytest.mark.parametrize(
     ("name", "arguments", "shape"),
     [
         ("m_grouped_gemm", (X, W, OFFS), (8, 16)),
@@ -536,7 +535,7 @@ def test_bad_result_buffers(name, arguments, shape):
         call(*arguments, out=torch.zeros(*shape[:-1], shape[-1] + 1)[..., :-1])
 
 
-@each("call", [ops.m_grouped_gemm, cute_kernels.ops.m_grouped_gemm])
+@pytest.mark.parametrize("call", [ops.m_grouped_gemm, cute_kernels.ops.m_grouped_gemm])
 def test_meta_tensors_of_one_device_are_fine(call):
     y = call(X.to("meta"), W.to("meta"), META_OFFS)
     assert y.device.type == "meta" and y.shape == (8, 16)

@@ -15,16 +15,14 @@ from tests.helpers import (
     BF16,
     F32,
     assert_same_bytes,
-    each,
+    compile_full_graph,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
     ops,
-    raises,
     sample,
-    whole_graph,
 )
 
-OFFS = offsets((3, 5))
+OFFS = offs_from_splits((3, 5))
 K, N = 512, 16
 
 
@@ -55,7 +53,7 @@ def enter_in_another_thread(stack, name):
     thread.join()
 
 
-@each("direct", [True, False])
+@pytest.mark.parametrize("direct", [True, False])
 def test_a_plan_is_kept_under_the_backend_that_it_is_for(monkeypatch, planned, direct):
     """Another thread switches after the key of a call is known and before its plan is made."""
     a, b = operands()
@@ -123,9 +121,10 @@ def inside(x, w, offs):
         return ops.m_grouped_gemm(x * 2, w, offs) + 1
 
 
+@pytest.mark.compile
 def test_a_block_inside_a_full_graph_is_refused():
     function = torch.compile(inside, fullgraph=True, backend="eager")
-    with raises(torch._dynamo.exc.Unsupported, "cannot choose a backend: enter"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot choose a backend: enter"):
         function(*operands(), OFFS)
     with backend("reference"):
         ops.m_grouped_gemm(*operands(), OFFS)  # nothing is left behind
@@ -136,10 +135,11 @@ def test_a_block_inside_an_exported_module_is_refused():
         def forward(self, x, w, offs):
             return inside(x, w, offs)
 
-    with raises(Exception, "cannot choose a backend: enter"):
+    with pytest.raises(Exception, match="cannot choose a backend: enter"):
         torch.export.export(Module(), (*operands(), OFFS))
 
 
+@pytest.mark.compile
 def test_a_block_inside_a_function_with_graph_breaks_is_honoured(planned):
     a, b = operands()
     want = inside(a, b, OFFS)
@@ -149,6 +149,8 @@ def test_a_block_inside_a_function_with_graph_breaks_is_honoured(planned):
     assert planned == ["reference:sm_90a"]
 
 
+@pytest.mark.compile
+@pytest.mark.emulated
 def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned):
     def product(x, w, offs):
         with backend("emulated:sm_90a"):
@@ -166,12 +168,13 @@ def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned):
     assert set(planned) == {"emulated:sm_90a"}
 
 
+@pytest.mark.compile
 def test_a_compiled_function_runs_on_the_backend_of_its_call(planned):
     def product(x, w, offs):
         return ops.m_grouped_gemm(x * 2, w, offs, None, None, False, F32)
 
     a, b = operands()
-    function = whole_graph(product)
+    function = compile_full_graph(product)
     names = ("reference:sm_90a", "reference", "reference:sm_100a", "reference:sm_90a")
     results = []
     for i, name in enumerate(names):

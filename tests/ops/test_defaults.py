@@ -7,9 +7,18 @@ import grouped
 from cute_kernels import backend, support
 from grouped import FP8, MXFP8, NVFP4, FP8Block
 from ptx_emulator.host import settings
-from tests.helpers import BF16, E5M2, F32, assert_same_bytes, each, offsets, ops, run_python, sample
+from tests.helpers import (
+    BF16,
+    E5M2,
+    F32,
+    assert_same_bytes,
+    offs_from_splits,
+    ops,
+    run_python,
+    sample,
+)
 
-OFFS = offsets((5, 0, 18))
+OFFS = offs_from_splits((5, 0, 18))
 #: Activations and the weights that they are multiplied by.
 PAIRS = (
     (NVFP4(row_scaled=True), NVFP4(block=(16, 16))),
@@ -54,8 +63,8 @@ def results(x, w, alpha, a, b, offs=OFFS):
     return found
 
 
-@each("arch", ["reference", "reference:sm_90a", "reference:sm_100a"])
-@each(("a", "b"), PAIRS, ids=[a.text for a, _ in PAIRS])
+@pytest.mark.parametrize("arch", ["reference", "reference:sm_90a", "reference:sm_100a"])
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=[a.text for a, _ in PAIRS])
 def test_defaults_change_no_bit(a, b, arch):
     if not (support("grouped_gemm", a, arch) and support("grouped_gemm", b, arch)):
         pytest.skip("not built")

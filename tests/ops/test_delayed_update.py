@@ -2,6 +2,7 @@ import itertools
 import math
 
 import numpy as np
+import pytest
 import torch
 
 import grouped
@@ -13,10 +14,8 @@ from tests.helpers import (
     F16,
     assert_all_same,
     assert_same_bytes,
-    each,
     each_arch,
-    raises,
-    seeded,
+    seeded_generator,
 )
 
 TEXTS = {E4M3: "fp8:scaling=delayed", E5M2: "fp8:dtype=e5m2,scaling=delayed"}
@@ -65,11 +64,11 @@ def check(history, scale, dtype, amax=None, **options):
     assert_same_bytes(scale, want_scale, "scale")
 
 
-@each("skip_nonfinite", [False, True])
-@each("algorithm", ["max", "most_recent"])
-@each("dtype", [*TEXTS])
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("dtype", [*TEXTS])
 def test_random_histories_step_by_step(dtype, algorithm, skip_nonfinite):
-    rng = seeded(7)
+    rng = seeded_generator(7)
     for length, margin in itertools.product((1, 2, 3, 8), (0, 3, -2)):
         history, scale = torch.zeros(length, 40), torch.ones(40)
         for step in range(12):
@@ -97,7 +96,7 @@ def arguments(**changes):
     return {"amax_history": torch.rand(4, 3), "scale": torch.ones(3), "fmt": E4M3} | changes
 
 
-@each(
+@pytest.mark.parametrize(
     ("change", "error", "match"),
     [
         ({"amax_history": torch.rand(3)}, ValueError, "amax_history must have 2 dimensions"),
@@ -120,15 +119,16 @@ def test_errors(change, error, match):
     call = arguments(**change)
     history = call.pop("amax_history")
     before = history.clone()
-    with raises(error, match):
+    with pytest.raises(error, match=match):
         grouped.delayed_scaling_update(history, **call)
     assert history.equal(before)
 
 
-@each("algorithm", ["max", "most_recent"])
+@pytest.mark.emulated
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @each_arch
 def test_kernels(arch, algorithm):
-    rng = seeded(3)
+    rng = seeded_generator(3)
     specials = torch.tensor([*SPECIALS, *torch.rand(5, generator=rng).exp()])
     for length in (1, 2, 3, 600):
         pick = torch.randint(0, len(specials), (length, 30), generator=rng)
@@ -154,6 +154,7 @@ def test_kernels(arch, algorithm):
         grouped.delayed_scaling_update(torch.zeros(4, 0), torch.zeros(0), E4M3)
 
 
+@pytest.mark.compile
 def test_compiled():
     def update(history, scale, amax):
         history[0] = torch.maximum(history[0], amax)

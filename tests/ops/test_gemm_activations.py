@@ -20,13 +20,11 @@ from tests.helpers import (
     NVFP4_TEXTS,
     assert_all_same,
     assert_same_bytes,
-    each,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
     ops,
     poisoned,
-    quantized,
-    refusals,
+    quantize_operand,
     sample,
 )
 
@@ -51,15 +49,15 @@ def arguments(
     kind, n, k, activation, interleaved=False, keeps_z=True, bias=None, dtype=None, sizes=SIZES
 ):
     """Of ``m_grouped_gemm_activate``; ``kind`` is formats of A and B, with "plain" for none."""
-    offs, groups = offsets(sizes), len(sizes)
+    offs, groups = offs_from_splits(sizes), len(sizes)
     a_format, b_format, *prepacked = kind.split(" ")
     x, w = sample(sum(sizes) + TAIL, k), sample(groups, n, k)
     x[sum(sizes) :] = torch.nan
     texts = {}
     if a_format != "plain":
-        x, texts["a_format"] = quantized(x, a_format, offs), a_format
+        x, texts["a_format"] = quantize_operand(x, a_format, offs), a_format
     if b_format != "plain":
-        w, texts["b_format"] = quantized(w, b_format), b_format
+        w, texts["b_format"] = quantize_operand(w, b_format), b_format
     if prepacked:
         w[0] = cute_kernels.prepack(w[0])
     vectors = (None, None)
@@ -148,7 +146,8 @@ ALL = [
 ]
 
 
-@each(("i", "arch", "args", "tile", "options"), ALL)
+@pytest.mark.emulated
+@pytest.mark.parametrize(("i", "arch", "args", "tile", "options"), ALL)
 def test_kernels(i, arch, args, tile, options):
     mode = MODES[i % len(MODES)]
     given = arguments(*args, **{"sizes": SIZES if i < 2 else (0, 5, 0, 36)} | options)
@@ -326,7 +325,8 @@ QUANTIZED = {
 }
 
 
-@each(
+@pytest.mark.emulated
+@pytest.mark.parametrize(
     ("arch", "case"),
     [(name.split(",")[0], case) for name, case in QUANTIZED.items()],
     ids=list(QUANTIZED),
@@ -336,7 +336,7 @@ def test_quantized_output(arch, case):
     text, args, tile, options = case
     given = arguments(*args, **{"keeps_z": False} | options)
     offs, live = given[2], given[2][-1]
-    amax = None if parse(text).second_level is None else torch.linspace(-3.0, 40.0, len(offs))
+    amax = None if parse(text).global_scale is None else torch.linspace(-3.0, 40.0, len(offs))
     with backend(f"reference:{arch}"):
         (a,) = ops.m_grouped_gemm_activate(*given)
         want = ops.grouped_quantize(a, text, offs, amax)
@@ -352,7 +352,7 @@ def test_quantized_output(arch, case):
         assert_all_same(outputs, quantized)
 
 
-@each(
+@pytest.mark.parametrize(
     ("formats", "taken"),
     [((None, None), False), (("nvfp4", "nvfp4"), False), (("fp8_block", SQUARES), True)],
 )
@@ -365,7 +365,7 @@ def test_layers_quantize_results_where_that_was_timed(formats, taken):
     assert found is taken
 
 
-@each("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation):
     for kind in ("plain plain", "mxfp8 mxfp8", "mxfp8 nvfp4"):
         given = arguments(
@@ -379,7 +379,8 @@ def test_every_activation(activation):
         assert_all_same(ops.m_grouped_gemm_activate(*given), expected("", given))
 
 
-@each(
+@pytest.mark.emulated
+@pytest.mark.parametrize(
     ("tile", "mode"),
     [("256x16 swapped", {"races": True}), ("256x160 swapped fitted", {"mode": "chaos", "seed": 1})],
 )
@@ -393,12 +394,13 @@ def test_rows_by_an_index(tile, mode):
         )
 
 
-@each("arch", ["sm_90a", "sm_100a"])
-@each("index", [None, index_of(20, 15).clamp(0, 19)], ids=["rows", "index"])
+@pytest.mark.emulated
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("index", [None, index_of(20, 15).clamp(0, 19)], ids=["rows", "index"])
 def test_rows_are_quantized_on_the_way(index, arch):
     for fmt, b_format, n in ((BY_ROW, "nvfp4", 512), ("fp8_block", SQUARES, 256)):
-        a, offs = sample(20, 144), offsets((5, 0, 12))
-        codes, *scales = quantized(sample(3, n, 144), b_format)
+        a, offs = sample(20, 144), offs_from_splits((5, 0, 12))
+        codes, *scales = quantize_operand(sample(3, n, 144), b_format)
         given = (
             a,
             codes,
@@ -432,6 +434,7 @@ def test_rows_are_quantized_on_the_way(index, arch):
             )
 
 
+@pytest.mark.emulated
 def test_nothing_to_do():
     for sizes, n in (((0, 0), 16), ((3, 0), 0)):
         given = arguments("plain plain", n, 16, "swiglu", sizes=sizes)
@@ -456,8 +459,8 @@ def refused(change):
     ops.m_grouped_gemm_activate(*arguments(**given), to)
 
 
-test_refuses = refusals(
-    refused,
+@pytest.mark.parametrize(
+    ("change", "message"),
     [
         (
             {"activation": "silu", "interleaved": True},
@@ -472,10 +475,13 @@ test_refuses = refusals(
             "amax is of results that are quantized to a format with a second level",
         ),
     ],
-    ValueError,
 )
+def test_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        refused(change)
 
 
+@pytest.mark.emulated
 def test_what_no_kernel_takes_says_so():
     pytest.importorskip("cutlass")
     cases = [
@@ -522,13 +528,13 @@ def test_what_no_kernel_takes_says_so():
             512,
             "swiglu",
             BY_ROW,
-            "no part of a row knows the amax of the row",
+            "a tile of a GEMM holds part of a row",
         ),
     ):
         given = arguments(kind, n, 128, activation, keeps_z=False)
         with backend(name), pytest.raises(UnsupportedError, match=message):
             ops.m_grouped_gemm_activate(
-                *given, text, torch.ones(6) if parse(text).second_level else None
+                *given, text, torch.ones(6) if parse(text).global_scale else None
             )
     given = arguments("plain plain", 16, 16, "swiglu")
     given[0].requires_grad_()

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import pytest
 import torch
 
 from cute_kernels import backend
@@ -10,23 +11,20 @@ from cute_kernels.formats import FP8, NVFP4, parse
 from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import (
     BF16,
-    BUILT,
     DIRECTIONS,
     F16,
     F32,
     I32,
+    REFERENCE_FORMATS,
     SENTINEL,
     U8,
     assert_all_same,
     assert_same_bytes,
-    each,
     ops,
     poisoned,
-    raises,
-    refusals,
     sample,
-    seeded,
-    weird_values,
+    seeded_generator,
+    special_values,
 )
 
 #: Shapes by the thing that each is there to catch.
@@ -41,7 +39,7 @@ SHAPES = {
     "all empty": [(0, 32), (0, 64)],
     "single rows": [(1, 32)] * 5,
 }
-each_format = each("fmt", BUILT)
+each_format = pytest.mark.parametrize("fmt", REFERENCE_FORMATS.values(), ids=REFERENCE_FORMATS)
 
 
 def flat(shapes):
@@ -75,7 +73,7 @@ def check_against_members(fmt, members, directions, amax=None):
     x = torch.cat(
         [*(member.flatten() for member in members), torch.full((9,), torch.nan, dtype=dtype)]
     )
-    scale = torch.arange(0.25, 9)[: len(members)] if fmt.takes_scale else None
+    scale = torch.arange(0.25, 9)[: len(members)] if fmt.has_given_scale else None
     out = ops.grouped_quantize(x, fmt.text, None, amax, *directions, scale, shapes=flat(shapes))
     got, want = named(fmt, shapes, directions, out), alone(fmt, members, directions, amax, scale)
     asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
@@ -100,19 +98,26 @@ def check_against_members(fmt, members, directions, amax=None):
         assert values.shape == x.shape and not values[start:].any()
 
 
-@each("directions", DIRECTIONS)
-@each("fmt", BUILT | {"delayed": FP8(scaling="delayed")})
+REFERENCE_AND_DELAYED_FORMATS = REFERENCE_FORMATS | {"delayed": FP8(scaling="delayed")}
+
+
+@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize(
+    "fmt",
+    REFERENCE_AND_DELAYED_FORMATS.values(),
+    ids=REFERENCE_AND_DELAYED_FORMATS,
+)
 def test_every_member_has_the_bytes_that_it_has_alone(fmt, directions):
     for shapes in SHAPES.values():
         check_against_members(fmt, [sample(*shape) for shape in shapes], directions)
 
 
-@each("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @each_format
 def test_dtypes_and_strange_values(fmt, dtype):
     try:
         check_against_members(
-            fmt, [weird_values(*shape, dtype) for shape in SHAPES["both vary"]], (True, True)
+            fmt, [special_values(*shape, dtype) for shape in SHAPES["both vary"]], (True, True)
         )
     except TypeError as error:
         assert fmt == NVFP4(hadamard=True) and "bfloat16" in str(error)
@@ -121,10 +126,11 @@ def test_dtypes_and_strange_values(fmt, dtype):
 @each_format
 def test_given_amaxes(fmt):
     directions = tuple(
-        level is not None and level.per == "group" for level in (fmt.level(False), fmt.level(True))
+        level is not None and level.per == "group"
+        for level in (fmt.global_scale_for(False), fmt.global_scale_for(True))
     )
     if not any(directions):
-        with raises(ValueError, "amax is the second level"):
+        with pytest.raises(ValueError, match="amax is the second level"):
             ops.grouped_quantize(sample(32), fmt.text, None, torch.ones(1), shapes=[1, 32])
         return
     amax = torch.tensor([2.0, -3.0, 0.0, 50.0])
@@ -135,10 +141,10 @@ def test_given_amaxes(fmt):
     )
 
 
-@each("text", ["nvfp4:row_scaled", "fp8"])
+@pytest.mark.parametrize("text", ["nvfp4:row_scaled", "fp8"])
 def test_many_members(text):
-    fmt = BUILT[text]
-    rows = torch.randint(0, 3, (1030,), generator=seeded(5)).tolist()
+    fmt = REFERENCE_FORMATS[text]
+    rows = torch.randint(0, 3, (1030,), generator=seeded_generator(5)).tolist()
     shapes = [(m, 32 if i % 3 else 64) for i, m in enumerate(rows)]
     x = sample(live(shapes))
     out = ops.grouped_quantize(x, fmt.text, None, None, True, False, shapes=flat(shapes))
@@ -195,13 +201,10 @@ WRONG = {
 }
 
 
-test_rules_that_are_broken_name_the_member = refusals(
-    lambda change: ops.grouped_quantize(
-        torch.ones(400), "nvfp4", **{"shapes": [5, 64, 2, 32]} | change
-    ),
-    WRONG,
-    ValueError,
-)
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
+def test_rules_that_are_broken_name_the_member(change, message):
+    with pytest.raises(ValueError, match=message):
+        ops.grouped_quantize(torch.ones(400), "nvfp4", **{"shapes": [5, 64, 2, 32]} | change)
 
 
 def test_rules_of_decoding():
@@ -210,13 +213,13 @@ def test_rules_of_decoding():
     arguments = (codes, scales, "nvfp4", 384, BF16)
     assert ops.grouped_dequantize(*arguments, shapes=shapes).eq(1).all()
     offs = torch.tensor([5, 6], dtype=I32)
-    with raises(ValueError, "offs and shapes are both given"):
+    with pytest.raises(ValueError, match="offs and shapes are both given"):
         ops.grouped_dequantize(*arguments, offs=offs, shapes=shapes)
-    with raises(ValueError, "must end within the 383 elements"):
+    with pytest.raises(ValueError, match="must end within the 383 elements"):
         ops.grouped_dequantize(codes, scales, "nvfp4", 383, BF16, shapes=shapes)
-    with raises(ValueError, "codes must have size 2560 in dimension 0"):
+    with pytest.raises(ValueError, match="codes must have size 2560 in dimension 0"):
         ops.grouped_dequantize(*arguments[:3], 9999, BF16, shapes=[5, 64, 70, 64])
-    with raises(ValueError, "codes must have 3 dimensions"):
+    with pytest.raises(ValueError, match="codes must have 3 dimensions"):
         ops.grouped_dequantize(*arguments)
 
 
@@ -232,11 +235,12 @@ def test_other_shapes_are_another_plan():
             codes[: m * n].view(m, n), ops.grouped_quantize(x.view(2, m, n), "fp8")[0][0]
         )
     assert call(shapes=[1, 32, 7, 32])[0].shape == (128 + 256,)
-    with raises(ValueError, "must have a positive multiple of 16 columns"):
+    with pytest.raises(ValueError, match="must have a positive multiple of 16 columns"):
         call(shapes=[4, 24, 4, 32])
 
 
-@each(
+@pytest.mark.emulated
+@pytest.mark.parametrize(
     ("arch", "text", "act"),
     [
         *(("sm_90a", "nvfp4", None), ("sm_100a", "mxfp8", None), ("sm_100a", "fp8_block", None)),

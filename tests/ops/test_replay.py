@@ -13,7 +13,7 @@ import grouped
 from cute_kernels import backend
 from cute_kernels.runtime import replay
 from cute_kernels.runtime.plan_cache import clear_plan_cache
-from tests.helpers import BF16, F32, assert_all_same, each, ops, raises, seeded
+from tests.helpers import BF16, F32, assert_all_same, ops, seeded_generator
 
 EMULATED = "emulated:sm_90a"
 
@@ -36,7 +36,7 @@ def moe_of(recipe=None, **options):
 
 
 def tokens(seed, count=9):
-    return torch.randn(count, 64, generator=seeded(seed)).bfloat16()
+    return torch.randn(count, 64, generator=seeded_generator(seed)).bfloat16()
 
 
 def check(function):
@@ -56,11 +56,12 @@ def step(moe, x, dy=lambda y: y.detach() * 0.5):
     return [y, *torch.autograd.grad(y, leaves, dy(y))]
 
 
-every_recipe = each(
+every_recipe = pytest.mark.parametrize(
     "recipe", [grouped.recipes.BF16(), grouped.recipes.FP8Block()], ids=["bf16", "fp8-block"]
 )
 
 
+@pytest.mark.emulated
 @every_recipe
 def test_a_layer_that_serves(recordings, recipe):
     moe = moe_of(recipe, bias=True).eval()
@@ -112,8 +113,9 @@ WAYS = {
 }
 
 
+@pytest.mark.emulated
 @every_recipe
-@each("way", list(WAYS))
+@pytest.mark.parametrize("way", list(WAYS))
 def test_steps(recordings, recipe, way):
     """Forward and backward of router and experts; those of experts not where they are written, or
     cut, elsewhere.
@@ -142,10 +144,11 @@ def test_steps(recordings, recipe, way):
     with backend(EMULATED):
         x = tokens(0).requires_grad_()
         (dx,) = torch.autograd.grad(moe(x).float().square().sum(), x, create_graph=True)
-        with raises(RuntimeError, "differentiated twice"):
+        with pytest.raises(RuntimeError, match="differentiated twice"):
             dx.sum().backward()
 
 
+@pytest.mark.emulated
 def test_steps_of_two_threads(recordings):
     moe, found = moe_of(), {}
 
@@ -175,7 +178,8 @@ def values(width=16):
     return torch.tensor([[0, 1], [2, 0], [1, 2]]), torch.randn(3, width).bfloat16()
 
 
-@each("what", ["reads", "foreign", "same", "aligned"])
+@pytest.mark.emulated
+@pytest.mark.parametrize("what", ["reads", "foreign", "same", "aligned"])
 def test_what_is_not_repeated(recordings, what):
     foreign = torch.ones(())
 
@@ -201,6 +205,7 @@ def test_what_is_not_repeated(recordings, what):
     assert len(recordings) == (what == "aligned")
 
 
+@pytest.mark.emulated
 def test_guards_of_calls_alike(recordings, monkeypatch):
     """They are made once, though calls differ by turns in what their key leaves out."""
     made, guard = [], replay.Recording.guard
@@ -216,6 +221,7 @@ def test_guards_of_calls_alike(recordings, monkeypatch):
     assert len(made) == 2 and len(recordings) == 8
 
 
+@pytest.mark.emulated
 def test_memory_ends_where_it_did(recordings):
     """Temporary tensors of a repeated call are let go as they are read."""
     with backend(EMULATED):

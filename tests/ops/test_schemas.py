@@ -16,39 +16,37 @@ from tests.helpers import (
     I32,
     NVFP4_TEXTS,
     U8,
-    Graphs,
+    GraphRecorder,
     assert_all_same,
     assert_same_bytes,
     dequantize_arguments,
-    each,
-    ends,
     k_grouped_arguments,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
+    offs_tensor,
     ops,
     poisoned,
-    quantized,
-    raises,
+    quantize_operand,
     sample,
 )
 
 from .test_adamw import arguments as updating
 from .test_layouts import CALLS
 
-OFFS = offsets((5, 0, 8))
+OFFS = offs_from_splits((5, 0, 8))
 ROWS = 15  # two rows of tail
-INDEX = ends(3, 0, 6, 3, -1, 2, 7, 5, 5, 0, 1, 2**31 - 1, 4, 1, 1)
+INDEX = offs_tensor(3, 0, 6, 3, -1, 2, 7, 5, 5, 0, 1, 2**31 - 1, 4, 1, 1)
 
 
 BY_ROW, SQUARE = NVFP4_TEXTS["row-scaled"], NVFP4_TEXTS["16x16"]
 
 
 def nvfp4(cols):
-    return quantized(sample(ROWS, cols), "nvfp4", OFFS)
+    return quantize_operand(sample(ROWS, cols), "nvfp4", OFFS)
 
 
 def weight(*shape, columnwise=False):
-    return quantized(sample(*shape), "nvfp4", columnwise=columnwise)
+    return quantize_operand(sample(*shape), "nvfp4", columnwise=columnwise)
 
 
 def x(cols=32, grad=False, dtype=F32):
@@ -77,7 +75,7 @@ def decoding_shapes():
 
 def copy_of(text, columnwise=False, uniform=None):
     x, offs = (sample(ROWS, 32), OFFS) if uniform is None else (sample(*uniform), None)
-    return quantized(x, text, offs, columnwise=columnwise)
+    return quantize_operand(x, text, offs, columnwise=columnwise)
 
 
 def fp8_cases(a, b):
@@ -238,8 +236,8 @@ BY_OP = {
         ),
         "fp8_block rows": lambda: (
             *m_grouped_arguments(
-                quantized(sample(7, 128), "fp8_block", offsets((7,))),
-                quantized(sample(3, 8, 128), "fp8_block:block=128x128"),
+                quantize_operand(sample(7, 128), "fp8_block", offs_from_splits((7,))),
+                quantize_operand(sample(3, 8, 128), "fp8_block:block=128x128"),
                 OFFS,
                 a_format="fp8_block",
                 b_format="fp8_block:block=128x128",
@@ -282,7 +280,12 @@ TEXTS = ("fp8", "mxfp8", "mxfp8:block=32x32", "fp8_block", "fp8_block:block=128x
 
 def decoding(text, columnwise):
     return dequantize_arguments(
-        quantized(x(160), text, OFFS, columnwise=columnwise), text, ROWS, F32, OFFS, columnwise
+        quantize_operand(x(160), text, OFFS, columnwise=columnwise),
+        text,
+        ROWS,
+        F32,
+        OFFS,
+        columnwise,
     )
 
 
@@ -293,7 +296,9 @@ for text in TEXTS:
         ("grouped_dequantize", f"{text}, columnwise", lambda t=text: decoding(t, True)),
     ]
 CASES.append(("grouped_quantize", "fp8_block, uniform", lambda: (w(2, 5, 160), "fp8_block")))
-each_case = each(("name", "make"), {f"{name}: {case}": (name, make) for name, case, make in CASES})
+each_case = pytest.mark.parametrize(
+    ("name", "make"), [pytest.param(name, make, id=f"{name}: {case}") for name, case, make in CASES]
+)
 
 
 def outputs_like(name, results, make=poisoned):
@@ -338,7 +343,9 @@ def test_every_op_has_a_case():
     assert named | {f"{name}_out" for name in named} | set(IN_PLACE) == registered()
 
 
-@each(("name", "make"), {name: (name, make) for name, make in IN_PLACE.items()})
+@pytest.mark.parametrize(
+    ("name", "make"), [pytest.param(name, make, id=name) for name, make in IN_PLACE.items()]
+)
 def test_versions_count_what_is_written_in_place(name, make):
     op, given = getattr(ops, name).default, make()
     opcheck(op, given)
@@ -395,8 +402,9 @@ def test_out_form_takes_any_pitch():
         assert_same_bytes(codes[:13], want[0][:13])
 
 
+@pytest.mark.compile
 def test_compile_once_for_all_sizes_and_offsets():
-    graphs = Graphs()
+    graphs = GraphRecorder()
 
     def step(a, b, offs, ids):
         _, token, _, row = ops.compute_routing(ids, 5)
@@ -409,7 +417,7 @@ def test_compile_once_for_all_sizes_and_offsets():
     compiled = torch.compile(step, fullgraph=True, backend=graphs, dynamic=True)
     b = sample(3, 24, 32)
     for splits in ((40, 0, 33), (300, 5, 9), (2, 2, 2)):
-        a, offs = sample(sum(splits) + 3, 32), offsets(splits)
+        a, offs = sample(sum(splits) + 3, 32), offs_from_splits(splits)
         given = a, b, offs, torch.randint(-1, 6, (len(a), 2))
         assert_all_same(compiled(*given), step(*given))
     assert len(graphs) == 1
@@ -429,14 +437,14 @@ def test_every_out_form_bumps_what_it_writes_and_nothing_else(monkeypatch, name,
     assert [t._version for t in tensors(arguments)] == read
 
 
-@each("where", ["reference", "reference:sm_90a", "emulated:sm_100a"])
+@pytest.mark.parametrize("where", ["reference", "reference:sm_90a", "emulated:sm_100a"])
 def test_a_buffer_saved_for_backward_and_then_overwritten_raises(where):
     x = sample(15, 32)
     amax = torch.ones(3)
     y = (torch.rand(3, requires_grad=True) * amax).sum()
     with backend(where):
         ops.grouped_amax_out(x, OFFS, amax=amax)
-    with raises(RuntimeError, "modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
 

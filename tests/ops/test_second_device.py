@@ -15,7 +15,7 @@ from cute_kernels.ops.op import Op
 from cute_kernels.runtime import allocator, backend, launch
 from cute_kernels.runtime.allocator import Allocator
 from cute_kernels.runtime.arch import _index_architecture
-from tests.helpers import BF16, F32, I32, each, ops, raises
+from tests.helpers import BF16, F32, I32, ops
 
 from .test_layouts import CALLS
 
@@ -110,7 +110,7 @@ def is_only_on_sm90(op):
     )
 
 
-@each(("name", "make"), CALLS)
+@pytest.mark.parametrize(("name", "make"), CALLS.values(), ids=CALLS)
 def test_plans_workspaces_and_launches(kernels, name, make):
     op = OPS[name](*tree_map(on_second, make()))
     if kernels.arch == "sm_100a" and is_only_on_sm90(op):
@@ -142,7 +142,7 @@ def test_fresh_tensors_are_made_where_they_belong(kernels, monkeypatch):
 
 
 @needs_no_gpu
-@each(("name", "make"), CALLS)
+@pytest.mark.parametrize(("name", "make"), CALLS.values(), ids=CALLS)
 def test_fakes_are_on_the_device_of_the_operands(name, make):
     with cute_kernels.backend("reference"):
         arguments = make()
@@ -164,5 +164,5 @@ def test_operands_of_two_devices_are_refused():
     with FakeTensorMode():
         x = torch.empty(8, 64, dtype=BF16, device=SECOND)
         offs = torch.empty(2, dtype=I32, device=FIRST)
-        with raises(ValueError, "cuda:0"):
+        with pytest.raises(ValueError, match="cuda:0"):
             ops.grouped_amax(x, offs)

@@ -17,10 +17,9 @@ from tests.helpers import (
     F32,
     I32,
     dequantize_arguments,
-    each,
     k_grouped_arguments,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
     ops,
     sample,
 )
@@ -28,7 +27,7 @@ from tests.helpers import DTYPES as FLOATS
 from tests.unit.test_capability import FORMATS
 
 #: Formats of which calls take the scales of each group.
-SCALED = {fmt for fmt in FORMATS if fmt is not None and fmt.takes_scale}
+SCALED = {fmt for fmt in FORMATS if fmt is not None and fmt.has_given_scale}
 #: What no call says: a format of an op that takes none, or none of one that quantizes or decodes.
 UNSAYABLE = {
     *product(
@@ -52,7 +51,7 @@ RUN_ON = {
     NVFP4(hadamard=True, stochastic_rounding=True): "sm_100a",
     NVFP4(four_over_six=True): "sm_90a",
 }
-OFFS = offsets((4, 0, 2))
+OFFS = offs_from_splits((4, 0, 2))
 K, N = 32, 16
 DTYPES = (*FLOATS.values(), torch.float64, I32, torch.int64)
 #: Formats whose codes are packed, so that their bits can be in another order.
@@ -74,12 +73,13 @@ def combinations():
             if dtype not in allowed or arch == "reference" or dtype == allowed[0]:
                 title = fmt.text if fmt else "plain"
                 name = "-".join((op, title + " prepacked" * prepacked, arch, str(dtype)))
-                yield pytest.param(op, fmt, arch, dtype, prepacked, id=name)
+                marks = () if arch == "reference" else pytest.mark.emulated
+                yield pytest.param(op, fmt, arch, dtype, prepacked, id=name, marks=marks)
 
 
 def given_of(fmt):
     return {
-        "scale": torch.rand(len(OFFS)) if fmt.takes_scale else None,
+        "scale": torch.rand(len(OFFS)) if fmt.has_given_scale else None,
         "seed": torch.tensor([1, 2]) if fmt.is_stochastic else None,
     }
 
@@ -140,7 +140,7 @@ def grouped_gemm(fmt, dtype, prepacked=False):
         b[0] = cute_kernels.prepack(b[0])
     ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, prepacked=prepacked, **texts))
     options = (None, None, False, None, prepacked, given_of(fmt)["seed"])
-    if not fmt.takes_scale:
+    if not fmt.has_given_scale:
         ops.m_grouped_quantize_gemm(plain, b[0], OFFS, b[1:], *texts.values(), *options)
     if not prepacked:
         columns = held(fmt, columnwise=True)
@@ -213,7 +213,7 @@ def call(op, fmt, dtype, **options):
         CALLS[op](fmt, dtype, **options)
 
 
-@each(("op", "fmt", "arch", "dtype", "prepacked"), list(combinations()))
+@pytest.mark.parametrize(("op", "fmt", "arch", "dtype", "prepacked"), list(combinations()))
 def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
     facts = {"prepacked": prepacked}
     status = support(op, fmt, arch, dtype=dtype, **facts)
@@ -232,7 +232,7 @@ def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
                 call(op, fmt, dtype, **options)
 
 
-@each("core", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("core", ["sm_90a", "sm_100a"])
 def test_a_reference_that_adds_like_a_tensor_core_takes_what_that_does(core):
     with backend(f"reference:{core}"):
         for fmt, dtype in ((NVFP4(), BF16), (None, F32)):

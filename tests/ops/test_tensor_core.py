@@ -1,5 +1,6 @@
 """``reference:sm_90a`` and ``reference:sm_100a``; their bits are in reference/test_tensor_core.py."""
 
+import pytest
 import torch
 
 import grouped
@@ -8,17 +9,15 @@ from tests.helpers import (
     F32,
     assert_all_same,
     assert_same_bytes,
-    each,
-    offsets,
+    offs_from_splits,
     ops,
     poisoned,
-    raises,
     sample,
 )
 from tests.reference.oracle import RCP_2688
 from tests.reference.test_gemm_fp8 import FP8_KINDS, Product, scaled
 
-every_core = each("core", ("sm_90a", "sm_100a"))
+every_core = pytest.mark.parametrize("core", ("sm_90a", "sm_100a"))
 
 
 @every_core
@@ -28,13 +27,15 @@ def test_fp32_operands_are_refused(core):
     before = out.clone()
     with backend(f"reference:{core}"):
         for name, operands in (
-            ("m_grouped_gemm", (a, b, offsets((4,)), None, None, False, F32)),
-            ("k_grouped_gemm", (a, a, offsets((4,)), None, F32)),
+            ("m_grouped_gemm", (a, b, offs_from_splits((4,)), None, None, False, F32)),
+            ("k_grouped_gemm", (a, a, offs_from_splits((4,)), None, F32)),
         ):
-            with raises(UnsupportedError, f"on reference:{core}: a tensor core cuts"):
+            with pytest.raises(
+                UnsupportedError, match=f"on reference:{core}: a tensor core truncates"
+            ):
                 getattr(ops, name)(*operands)
-        with raises(UnsupportedError, "cuts float32"):
-            ops.m_grouped_gemm_out(a, b, offsets((4,)), out=out)
+        with pytest.raises(UnsupportedError, match="truncates float32"):
+            ops.m_grouped_gemm_out(a, b, offs_from_splits((4,)), out=out)
     assert_same_bytes(out, before)
 
 
@@ -47,8 +48,8 @@ def test_backend_names_its_tensor_core(core):
         assert (chosen.arch, chosen.tensor_core) == ("reference", core)
         # Everything that is no GEMM is the reference's.
         x = sample(20, 32)
-        got = ops.grouped_quantize(x, "nvfp4", offsets((20,)), columnwise=True)
-    assert_all_same(got, ops.grouped_quantize(x, "nvfp4", offsets((20,)), columnwise=True))
+        got = ops.grouped_quantize(x, "nvfp4", offs_from_splits((20,)), columnwise=True)
+    assert_all_same(got, ops.grouped_quantize(x, "nvfp4", offs_from_splits((20,)), columnwise=True))
 
 
 @every_core
@@ -87,8 +88,10 @@ def test_grouped_takes_the_choice(core):
             assert_same_bytes(found[None], found[default])
 
 
-@each("transpose_b", [False, True], ids=["fprop", "dgrad"])
-@each("text", ["fp8:dtype=e5m2", "fp8_block", "fp8_block:block=128x128,pow2_scales=false", "mxfp8"])
+@pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
+@pytest.mark.parametrize(
+    "text", ["fp8:dtype=e5m2", "fp8_block", "fp8_block:block=128x128,pow2_scales=false", "mxfp8"]
+)
 def test_w4a8(text, transpose_b):
     """Without a tensor core products are exact."""
     case = Product((text, "nvfp4"), (3, 0, 5), 32, 288, transpose_b=transpose_b)
@@ -101,6 +104,6 @@ def test_w4a8(text, transpose_b):
         assert_same_bytes(exact[rows], scaled(acc, factor))
     with (
         backend("reference:sm_90a"),
-        raises(UnsupportedError, "no sm_90a kernel of grouped_gemm_w4a8"),
+        pytest.raises(UnsupportedError, match="no sm_90a kernel of grouped_gemm_w4a8"),
     ):
         case.run()

@@ -1,7 +1,6 @@
 import pytest
 
-from perf.cases import HEADLINE, MODELS, ROUTINGS, ends_of, split_rows
-from tests.helpers import each, raises
+from perf.cases import HEADLINE, MODELS, ROUTINGS, end_rows_of, split_rows
 
 #: (N, K) of both layers and experts of a rank, from the models' cards.
 PUBLISHED = {
@@ -29,19 +28,19 @@ def test_every_model_splits_over_its_ranks():
             assert model.shape("up", ranks).experts * ranks == model.experts
         assert model.top_k <= model.experts
     assert all(name in MODELS for name, _ in HEADLINE)
-    with raises(ValueError, "not a multiple"):
+    with pytest.raises(ValueError, match="not a multiple"):
         MODELS["DeepSeek-V3"].shape("up", 7)
-    with raises(ValueError, "up or down"):
+    with pytest.raises(ValueError, match="up or down"):
         MODELS["DeepSeek-V3"].shape("gate")
 
 
-@each("routing", ROUTINGS)
-@each(("groups", "rows"), [(1, 7), (8, 0), (10, 1000), (128, 130)])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("groups", "rows"), [(1, 7), (8, 0), (10, 1000), (128, 130)])
 def test_rows_add_up_and_are_repeatable(routing, groups, rows):
     sizes = split_rows(routing, groups, rows, seed=3)
     assert len(sizes) == groups and sum(sizes) == rows and min(sizes) >= 0
     assert sizes == split_rows(routing, groups, rows, seed=3)
-    assert ends_of(sizes)[-1] == rows
+    assert end_rows_of(sizes)[-1] == rows
 
 
 def test_routings_are_what_they_say():
@@ -59,7 +58,7 @@ def test_routings_are_what_they_say():
 def test_rows_may_be_given():
     assert split_rows("5 0 3", 3, 8) == [5, 0, 3]
     for wrong in ("5 0 4", "5 3"):
-        with raises(ValueError, "8 rows in 3 groups"):
+        with pytest.raises(ValueError, match="8 rows in 3 groups"):
             split_rows(wrong, 3, 8)
-    with raises(ValueError, "routing must be one of"):
+    with pytest.raises(ValueError, match="routing must be one of"):
         split_rows("even", 3, 8)

@@ -6,10 +6,9 @@ import subprocess
 
 import pytest
 
+from perf.dashboard.entries import payload
 from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import page
-from perf.dashboard.things import payload
-from tests.helpers import each
 
 from .dashboard_records import CURRENT, RECORDS, all_committed, save_numerics
 
@@ -20,11 +19,12 @@ OPTIONS = (
     " --enable-logging=stderr --virtual-time-budget=5000 --dump-dom"
 )
 KERNEL = "kernel=gemm+nvfp4:row_scaled+x+nvfp4,+fprop"
-CASE = "view=case&case=" + next(t["caseId"] for t in payload(RECORDS)["things"] if "history" in t)
+CASE = "view=case&case=" + next(t["caseId"] for t in payload(RECORDS)["entries"] if "history" in t)
 PLOTS = [f"view={name}" for name in ("tokens", "rooflines", "history", "numerics")]
 MADE = ("", *PLOTS, CASE, KERNEL, "suite=gemm&contender=torch")
 
 pytestmark = [
+    pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the PATH"),
     # One worker has the browser.
     pytest.mark.xdist_group("chromium"),
@@ -51,14 +51,17 @@ def shown(folder, which, view):
     return re.findall(r"<h1[^>]*>(.*?)</h1>", main), re.sub("<[^>]*>", " ", main), main
 
 
-@each(
+@pytest.mark.parametrize(
     ("which", "view"), [*(("made", v) for v in MADE), *(("committed", v) for v in ("", *PLOTS[:2]))]
 )
 def test_views_are_drawn(folder, which, view):
     titles, text, main = shown(folder, which, view)
     assert len(titles) == 1 and "<td" in main
     assert not re.search(
-        "Nothing|undefined" if "numerics" in view else "Nothing|NaN|undefined", text
+        "No records|no points|undefined"
+        if "numerics" in view
+        else "No records|no points|NaN|undefined",
+        text,
     )
     # Plotly draws each point of the tables below its plots.
     tables = re.findall(r"(?s)<details.*?</details>", main)
@@ -75,6 +78,8 @@ def test_views_are_drawn(folder, which, view):
                 assert f'title="{record.value:g} us, {record.commit}"' in main
 
 
-@each(("view", "title"), [("view=numerics", "page"), ("view=case&case=none", "case")])
+@pytest.mark.parametrize(
+    ("view", "title"), [("view=numerics", "page"), ("view=case&case=none", "case")]
+)
 def test_there_is_no_such_view(folder, view, title):
     assert shown(folder, "committed", view)[0] == [f"No such {title}"]

@@ -6,14 +6,13 @@ import torch
 
 from cute_kernels import ops
 from cute_kernels.formats import parse
-from perf.cases import OWN
+from perf.cases import MOE_OPTIONS
 from perf.measure import meter_of
 from perf.peers import all_peers
 from perf.records import RESULTS, SCHEMA, load, read, write
 from perf.suites import layer, moe
 from perf.suites.base import Options, element_bytes
 from perf.traffic import _routed, layer_work, work_of
-from tests.helpers import each, raises
 
 from .test_records import BASE
 
@@ -83,22 +82,22 @@ def test_a_mixture_reads_the_experts_that_tokens_chose():
     assert layer_work({**MIXTURE, "pass": TRAINING}, "ours", "BF16").flops == 3 * work.flops
     assert moved("BF16", case={**MIXTURE, "routing": "zipf"}) < moved("BF16", case=MIXTURE)
     own = {**MIXTURE, "model": "DeepSeek-V3", "scope": "model"}
-    shared = 3 * HIDDEN * OWN["DeepSeek-V3"]["shared_intermediate_size"]
+    shared = 3 * HIDDEN * MOE_OPTIONS["DeepSeek-V3"]["shared_intermediate_size"]
     assert moved("BF16", case=own) == pytest.approx(moved("BF16", case=MIXTURE) + 2 * shared)
     alone = moved("BF16", case={**MIXTURE, "scope": "experts"})
     assert alone == pytest.approx(2 * 64 * HIDDEN + 2 * 128 * HIDDEN + 2 * filled * (UP + DOWN))
 
 
-@each("routing", ["random", "zipf"])
+@pytest.mark.parametrize("routing", ["random", "zipf"])
 def test_experts_that_have_rows_are_about_those_of_a_router(routing):
     shape = moe.MoEShape("m", 128, 256, 32, 4)
     work = moe.MoEWork("moe", shape, 64, routing, FORWARD, torch.device("cpu"))
-    (router, *_), _, _ = work.parts(work.weights)
+    (router, *_), _, _ = work.split_weights(work.weights)
     chosen = len(work.choose(work.x, router)[1].unique())
     assert _routed(work.case, 0)[2] == pytest.approx(chosen, rel=0.1)
 
 
-@each("suite", [layer.SUITE, moe.SUITE], ["layer", "moe"])
+@pytest.mark.parametrize("suite", [layer.SUITE, moe.SUITE], ids=["layer", "moe"])
 def test_contenders_have_the_work_that_their_records_say(suite):
     peers = [peer for peer in all_peers({}) if not peer.missing(METER)]
     tasks = list(suite.tasks(METER, Options(peers=peers)))
@@ -122,7 +121,7 @@ def test_contenders_have_the_work_that_their_records_say(suite):
 def test_other_records_keep_their_work():
     assert work_of(vars(BASE)) is None
     assert work_of({"suite": "counts", "case": {"op": "amax"}}) is None
-    with raises(ValueError, "recipe must be one of BF16, .*FP8 rowwise, .*got 'INT8'"):
+    with pytest.raises(ValueError, match="recipe must be one of BF16, .*FP8 rowwise, .*got 'INT8'"):
         layer_work({**CASE, "pass": FORWARD}, "ours", "INT8")
 
 
@@ -155,7 +154,7 @@ def test_work_of_older_records_is_that_of_the_contender(tmp_path):
     assert [found.bytes for found in others] == [1e12] * 2
     del rows[0]["what"]
     path.write_text(json.dumps(rows[0]))
-    with raises(ValueError, "line 1"):
+    with pytest.raises(ValueError, match="line 1"):
         read(path)
 
 

@@ -62,9 +62,9 @@ def member(text, copy, group, rows, start=None, columnwise=False):
     else:
         codes = _code_values(codes[slot : slot + rows]).T
     values = codes.numpy()
-    level = None if fmt.second_level is None else rest[-1].numpy()
+    level = None if fmt.global_scale is None else rest[-1].numpy()
     if level is not None:
-        by_row = fmt.level(columnwise).per == "row"
+        by_row = fmt.global_scale_for(columnwise).per == "row"
         level = level[start : start + rows] if by_row and not is_uniform else level[group]
         level = level[:, None] if by_row else level
     if fmt.scale is None:

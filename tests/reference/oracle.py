@@ -84,13 +84,13 @@ def encode_scale(largest, g):
     return f32(1) if g == 0 or s_enc == 0 else s_enc
 
 
-def second_level(g):
+def global_scale(g):
     s_enc = encode_scale(f32(2688), g)
     return f32(1) / s_enc, s_enc * ONE_SIXTH
 
 
 def block_scale(a, g):
-    s_dec, mult = second_level(g)
+    s_dec, mult = global_scale(g)
     d = min(a * mult, FMAX)
     byte = round_e4m3(min(max(d, f32(-448)), f32(448)))
     enc = min(f32(1) / (f32(e4m3_value(byte)) * s_dec), FMAX)

@@ -1,14 +1,15 @@
+import pytest
 import torch
 import torch.nn.functional as F
 
 from cute_kernels.formats.activations import ACTIVATIONS, Activation
 from cute_kernels.reference.activations import activate, activate_gradient, exp, sigmoid, tanh
-from tests.helpers import assert_same_bytes, each, every_16_bits
+from tests.helpers import all_16_bit_values, assert_same_bytes
 from tests.reference import activation_oracle as oracle
 
 CLAMPED = Activation("clamped_swiglu", alpha=1.5, limit=2.0)
 EVERY = [*map(Activation, ACTIVATIONS), CLAMPED]
-every_activation = each("act", EVERY, lambda a: a.text)
+every_activation = pytest.mark.parametrize("act", EVERY, ids=lambda a: a.text)
 FUNCTIONS = {
     "exp": (exp, oracle.exp),
     "tanh": (tanh, oracle.tanh),
@@ -23,8 +24,8 @@ def random_bits(count):
 def numbers():
     """Every bf16 and fp16 number, random bits, and as many between -100 and 100."""
     parts = (
-        every_16_bits(torch.bfloat16).float(),
-        every_16_bits(torch.float16).float(),
+        all_16_bit_values(torch.bfloat16).float(),
+        all_16_bit_values(torch.float16).float(),
         random_bits(1 << 18),
         torch.empty(1 << 18).uniform_(-100, 100),
         torch.randn(1 << 18),
@@ -42,7 +43,7 @@ def as_numpy(function, *arguments):
         return torch.from_numpy(function(*(x.numpy() for x in arguments)))
 
 
-@each("name", [*FUNCTIONS])
+@pytest.mark.parametrize("name", [*FUNCTIONS])
 def test_bits_of_functions(name):
     function, written_again = FUNCTIONS[name]
     x = numbers()

@@ -1,6 +1,7 @@
 import functools
 from fractions import Fraction
 
+import pytest
 import torch
 
 from cute_kernels.formats import E4M3, E5M2, E8M0, MXFP8, FP8Block
@@ -11,11 +12,10 @@ from tests.helpers import (
     DTYPES,
     F32,
     U8,
+    all_16_bit_values,
     assert_all_same,
     assert_same_bytes,
-    beside,
-    each,
-    every_16_bits,
+    with_neighbors,
 )
 from tests.reference import block_oracle
 
@@ -23,7 +23,7 @@ FMAX = torch.finfo(F32).max
 
 
 def finite(dtype):
-    values = every_16_bits(dtype).float()
+    values = all_16_bit_values(dtype).float()
     return values[values.isfinite() & ~values.signbit()]
 
 
@@ -39,7 +39,9 @@ def test_every_code_of_e8m0():
 
 def test_e8m0_rounds_up_at_and_beside_every_power():
     powers = torch.from_numpy(block_oracle.POWERS).float()
-    values = beside(torch.cat([powers, powers * 1.5, torch.tensor([0.0, FMAX])])).clamp_min(0)
+    values = with_neighbors(torch.cat([powers, powers * 1.5, torch.tensor([0.0, FMAX])])).clamp_min(
+        0
+    )
     codes = conversions.encode_e8m0(values)
     assert_same_bytes(codes, torch.from_numpy(block_oracle.round_e8m0(values.numpy())))
     largest = values.double().clamp_max(2.0**127)
@@ -50,13 +52,13 @@ def test_e8m0_rounds_up_at_and_beside_every_power():
     assert conversions.encode_e8m0(specials).tolist() == [0, 0, 0, 254, 255, 254, 127]
 
 
-@each("element", [E4M3, E5M2], ids=lambda e: e.name)
-@each(
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda e: e.name)
+@pytest.mark.parametrize(
     "make",
     [MXFP8, FP8Block, functools.partial(FP8Block, pow2_scales=False)],
-    ["mxfp8", "fp8_block", "fp32 scales"],
+    ids=["mxfp8", "fp8_block", "fp32 scales"],
 )
-@each("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_the_scale_of_every_amax(dtype, make, element):
     """MXFP8's is the smallest power of two by which the amax becomes an FP8 number without
     saturating.

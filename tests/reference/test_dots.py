@@ -1,18 +1,19 @@
 import numpy as np
+import pytest
 import torch
 
 from cute_kernels.formats import FP8, MXFP8, FP8Block
 from cute_kernels.reference.dots import Adder, dot
 from cute_kernels.reference.operands import Rows
 from cute_kernels.reference.tensor_core import NAN_BITS
-from tests.helpers import E4M3, E5M2, F32, U8, assert_same_bytes, each
+from tests.helpers import E4M3, E5M2, F32, U8, assert_same_bytes
 from tests.reference import fp8_oracle
 
 DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
 BACKENDS = {None: "none", "sm_90a": "sm_90a", "sm_100a": "sm_100a"}
 
-each_a = each("a_dtype", DTYPES)
-each_core = each("core", [*BACKENDS], BACKENDS.values())
+each_a = pytest.mark.parametrize("a_dtype", DTYPES.values(), ids=DTYPES)
+each_core = pytest.mark.parametrize("core", [*BACKENDS], ids=BACKENDS.values())
 
 
 def codes(values, dtype=E4M3):
@@ -41,7 +42,7 @@ def block_rows(x, scales=1.0, fmt=None):
 
 
 @each_a
-@each("b_dtype", DTYPES)
+@pytest.mark.parametrize("b_dtype", DTYPES.values(), ids=DTYPES)
 def test_partial_sums_of_all_codes_are_exact(a_dtype, b_dtype):
     a, b = finite_codes(24, 128, a_dtype), finite_codes(24, 128, b_dtype)
     assert_same_bytes(dot(block_rows(a), block_rows(b), Adder()), exact_dot(a, b))
@@ -77,7 +78,7 @@ def test_inf_and_nan_reach_their_rows_only(core, a_dtype):
         assert (got[:, 2].contiguous().view(torch.int32) == NAN_BITS[F32]).all()
 
 
-@each("pow2", [True, False])
+@pytest.mark.parametrize("pow2", [True, False])
 def test_scales_whose_product_no_fp32_number_holds(pow2):
     """The first scale is multiplied by the partial sum, not by the other scale."""
     a, b = codes([[1.0] * 128]), codes([[1.0] * 128])
@@ -154,7 +155,7 @@ def test_blocks_of_mxfp8_on_hopper_lose_nothing_to_each_other():
 
 
 @each_core
-@each("rows", [1, 255, 257, 600])
+@pytest.mark.parametrize("rows", [1, 255, 257, 600])
 def test_tiles_do_not_show(core, rows):
     a, b = finite_codes(rows, 272, E4M3), finite_codes(300, 272, E4M3)
     scales = [torch.rand(len(x), 3) + 0.5 for x in (a, b)]

@@ -1,6 +1,7 @@
 import itertools
 import math
 
+import pytest
 import torch
 
 from cute_kernels.formats import parse
@@ -10,16 +11,15 @@ from tests.helpers import (
     F16,
     F32,
     assert_same_bytes,
-    each,
     k_grouped_arguments,
     m_grouped_arguments,
-    many_groups,
-    offsets,
+    offs_from_splits,
+    offs_of_many_groups,
     ops,
     poisoned,
-    quantized,
+    quantize_operand,
+    row_ranges,
     sample,
-    spans,
 )
 from tests.reference import fp8_oracle
 
@@ -59,10 +59,10 @@ KINDS = FP8_KINDS | NVFP4_PAIRS
 #: Formats whose K need not fill the last block.
 RAGGED_K = {name: pair for name, pair in PAIRS.items() if parse(pair[0]).k_multiple == 16}
 
-each_pair = each("pair", PAIRS)
-each_kind = each("pair", KINDS)
-each_fp8 = each("pair", FP8_KINDS)
-each_way = each("transpose_b", [False, True], ids=["fprop", "dgrad"])
+each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+each_kind = pytest.mark.parametrize("pair", KINDS.values(), ids=KINDS)
+each_fp8 = pytest.mark.parametrize("pair", FP8_KINDS.values(), ids=FP8_KINDS)
+each_way = pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
 
 
 def texts(pair):
@@ -74,7 +74,9 @@ def wgrad_of(pair, copies, offs):
 
 
 def columnwise(pair, tensors, offs):
-    return [quantized(x, f, offs, columnwise=True) for x, f in zip(tensors, pair, strict=True)]
+    return [
+        quantize_operand(x, f, offs, columnwise=True) for x, f in zip(tensors, pair, strict=True)
+    ]
 
 
 def columns_of(pair, copies, group, start, end):
@@ -87,11 +89,11 @@ def columns_of(pair, copies, group, start, end):
 class Product:
     def __init__(self, pair, splits, cols=32, depth=160, *, transpose_b=False, tail=3):
         self.pair, self.splits, self.transpose_b = pair, splits, transpose_b
-        self.offs, self.depth, self.cols = offsets(splits), depth, cols
+        self.offs, self.depth, self.cols = offs_from_splits(splits), depth, cols
         self.x = sample(sum(splits) + tail, depth)
         self.w = sample(len(splits), *((depth, cols) if transpose_b else (cols, depth)))
-        self.a = quantized(self.x, pair[0], self.offs)
-        self.b = quantized(self.w, pair[1], columnwise=transpose_b)
+        self.a = quantize_operand(self.x, pair[0], self.offs)
+        self.b = quantize_operand(self.w, pair[1], columnwise=transpose_b)
 
     def arguments(self, *options):
         bias, alpha, dtype = options or (None, None, F32)
@@ -109,7 +111,7 @@ class Product:
         return out
 
     def members(self):
-        for g, (start, end) in enumerate(spans(self.splits)):
+        for g, (start, end) in enumerate(row_ranges(self.splits)):
             if start < end:
                 a = fp8_oracle.member(self.pair[0], self.a, g, end - start, start)
                 rows = self.w.shape[1]
@@ -119,7 +121,7 @@ class Product:
 
 class Wgrad:
     def __init__(self, pair, splits, n=32, k=64):
-        self.pair, self.splits, self.offs = pair, splits, offsets(splits)
+        self.pair, self.splits, self.offs = pair, splits, offs_from_splits(splits)
         self.tensors = [sample(sum(splits) + 2, cols) / 8 for cols in (n, k)]
         self.copies = columnwise(pair, self.tensors, self.offs)
 
@@ -130,7 +132,7 @@ class Wgrad:
         return ops.k_grouped_gemm(*self.arguments(alpha, dtype))
 
     def members(self):
-        for g, (start, end) in enumerate(spans(self.splits)):
+        for g, (start, end) in enumerate(row_ranges(self.splits)):
             if start < end:
                 yield g, *columns_of(self.pair, self.copies, g, start, end)
 
@@ -185,8 +187,8 @@ def test_wgrad_bits(pair):
 
 
 @each_way
-@each("pair", RAGGED_K)
-@each("depth", [16, 48, 112, 144, 272])
+@pytest.mark.parametrize("pair", RAGGED_K.values(), ids=RAGGED_K)
+@pytest.mark.parametrize("depth", [16, 48, 112, 144, 272])
 def test_k_need_not_fill_a_block(pair, transpose_b, depth):
     case = Product(pair, (2, 1), 16, depth, transpose_b=transpose_b)
     want = torch.zeros(len(case.x), 16)
@@ -197,10 +199,10 @@ def test_k_need_not_fill_a_block(pair, transpose_b, depth):
 
 @each_kind
 def test_1500_groups(pair):
-    offs = many_groups()
+    offs = offs_of_many_groups()
     rows = int(offs[-1])
     x, w = sample(rows, 32), sample(len(offs), 16, 32)
-    a, b = quantized(x, pair[0], offs), quantized(w, pair[1])
+    a, b = quantize_operand(x, pair[0], offs), quantize_operand(w, pair[1])
     got = ops.m_grouped_gemm(*m_grouped_arguments(a, b, offs, out_dtype=F32, **texts(pair)))
     copies = columnwise(pair, (x, x), offs)
     wgrad = wgrad_of(pair, copies, offs)
@@ -219,7 +221,7 @@ def test_1500_groups(pair):
 
 
 @each_kind
-@each("accumulate", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
 def test_out_leaves_tail_and_empty_groups_alone(pair, accumulate):
     case = Product(pair, (20, 0, 12), tail=9)
     functional = case.run()
@@ -237,10 +239,10 @@ def test_nan_stays_in_its_row_and_group(pair):
     case = Product(pair, (3, 4), tail=0)
     x = case.x.clone()
     x[1, 5] = torch.nan
-    case.a = quantized(x, pair[0], case.offs)
+    case.a = quantize_operand(x, pair[0], case.offs)
     rows = case.run().isnan()
     assert rows[1].all() and not rows[0].any() and not rows[2:].any()
-    copy = quantized(x, pair[0], case.offs, columnwise=True)
+    copy = quantize_operand(x, pair[0], case.offs, columnwise=True)
     got = wgrad_of([pair[0]] * 2, [copy, copy], case.offs)
     assert got[0, 5].isnan().all() and got[0, :, 5].isnan().all()
     assert got.isnan().sum() == 2 * case.depth - 1
@@ -248,7 +250,7 @@ def test_nan_stays_in_its_row_and_group(pair):
 
 @each_way
 @each_fp8
-@each("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_plain_activations_beside_quantized_weights(pair, transpose_b, dtype):
     case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
     bias, alpha = torch.randn(3, 32), torch.tensor([1.7, 2.0, -0.3])

@@ -1,5 +1,6 @@
 import itertools
 
+import pytest
 import torch
 
 import cute_kernels
@@ -8,20 +9,19 @@ from tests.helpers import (
     F32,
     assert_all_same,
     assert_same_bytes,
-    each,
     k_grouped_arguments,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
     ops,
+    row_ranges,
     sample,
-    spans,
 )
 from tests.reference import fp8_oracle
 
 from .test_gemm_fp8 import Product, Wgrad, acc_and_factor, scaled
 
 SPLITS = (5, 0, 18)
-OFFS = offsets(SPLITS)
+OFFS = offs_from_splits(SPLITS)
 N, K = 16, 48
 BOUNDS = {256: "nvfp4:four_over_six", 448: "nvfp4:four_over_six,e4m3_max=448"}
 SQUARES = "nvfp4:block=16x16,four_over_six"
@@ -37,8 +37,8 @@ def copy_of(text, *shape, columnwise=False):
     )
 
 
-@each(("a_bound", "b_bound"), [*itertools.product((256, 448), (256, 448))])
-@each("by_row", [False, True])
+@pytest.mark.parametrize(("a_bound", "b_bound"), [*itertools.product((256, 448), (256, 448))])
+@pytest.mark.parametrize("by_row", [False, True])
 def test_each_side_has_its_own_bound(a_bound, b_bound, by_row):
     a_text = BOUNDS[a_bound].replace("nvfp4:", "nvfp4:row_scaled,") if by_row else BOUNDS[a_bound]
     b_text = SQUARES if b_bound == 256 else SQUARES + ",e4m3_max=448"
@@ -54,7 +54,7 @@ def test_wgrad_reads_whole_blocks_of_a_transformed_copy():
     """Also the slots behind a group's last row, over which its rows are spread."""
     case = Wgrad((TRANSFORMED, TRANSFORMED), SPLITS, N, K)
     got, (dy, x) = case.run(), case.tensors
-    for g, (start, end) in enumerate(spans(SPLITS)):
+    for g, (start, end) in enumerate(row_ranges(SPLITS)):
         whole = 16 * -(-(end - start) // 16)
         a, b = (fp8_oracle.member(TRANSFORMED, copy, g, whole, start, True) for copy in case.copies)
         assert_same_bytes(got[g], scaled(*acc_and_factor(a, b)))
@@ -62,8 +62,8 @@ def test_wgrad_reads_whole_blocks_of_a_transformed_copy():
         assert (got[g] - exact).norm() <= 0.3 * exact.norm()
 
 
-@each("text", [TRANSFORMED, STOCHASTIC])
-@each("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
+@pytest.mark.parametrize("text", [TRANSFORMED, STOCHASTIC])
+@pytest.mark.parametrize("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
 def test_codes_are_multiplied_as_those_of_plain_nvfp4(text, backend):
     """A variant is in how codes come about: any accumulator gives the bits of the same codes."""
     a, w = copy_of(text, sum(SPLITS), K), copy_of(text, 3, N, K)
@@ -88,7 +88,7 @@ def test_w4a16_reads_variants():
         want = torch.cat(
             [
                 x[s:e].double() @ v.double().T
-                for v, (s, e) in zip(values, spans(SPLITS), strict=True)
+                for v, (s, e) in zip(values, row_ranges(SPLITS), strict=True)
             ]
         )
         assert (got - want).abs().max() <= 1e-5 * want.abs().max(), text

@@ -1,6 +1,7 @@
 import itertools
 
 import numpy as np
+import pytest
 import torch
 
 from cute_kernels import reference
@@ -11,13 +12,11 @@ from tests.emulator.ptx import elementwise
 from tests.helpers import (
     U8,
     assert_same_bytes,
-    each,
     needs_compiler,
-    offsets,
+    offs_from_splits,
     ops,
-    raises,
     sample,
-    seeded,
+    seeded_generator,
 )
 from tests.reference import oracle
 
@@ -44,13 +43,13 @@ def words(*numbers):
     return tuple(torch.tensor(n) for n in numbers)
 
 
-@each(("counter", "key", "rounds", "want"), PUBLISHED)
+@pytest.mark.parametrize(("counter", "key", "rounds", "want"), PUBLISHED)
 def test_published_vectors(counter, key, rounds, want):
     assert tuple(philox4x32(words(*counter), words(*key), rounds).tolist()) == want
     assert philox_oracle(counter, key, rounds) == want
 
 
-@each("seed", [(0, 0), (-1, -1), (1 << 40, 5), (7, -(2**63)), (3, 2**63 - 1)])
+@pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (1 << 40, 5), (7, -(2**63)), (3, 2**63 - 1)])
 def test_bytes_are_those_of_the_stated_counter(seed):
     draws = reference.KeyedDraws(torch.tensor(seed), 48)
     rows = torch.tensor([0, 3, 1 << 33])
@@ -108,14 +107,14 @@ def test_rounding_to_nearest_as_values():
     assert round_e2m1(torch.tensor([torch.nan])).isnan()
 
 
-@each("missing", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("missing", ["rowwise", "columnwise"])
 def test_bytes_that_are_missing(missing):
     draws = reference.GivenDraws()
-    with raises(ValueError, f"{missing} is None"):
+    with pytest.raises(ValueError, match=f"{missing} is None"):
         (draws.rows if missing == "rowwise" else draws.tiles)(torch.arange(1))
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "seed", "error", "words"),
     [
         (SR, None, ValueError, "seed is missing.*stochastic_rounding"),
@@ -126,17 +125,17 @@ def test_bytes_that_are_missing(missing):
     ],
 )
 def test_wrong_seeds(text, seed, error, words):
-    with raises(error, words):
-        ops.grouped_quantize(sample(4, 32), text, offsets((4,)), seed=seed)
+    with pytest.raises(error, match=words):
+        ops.grouped_quantize(sample(4, 32), text, offs_from_splits((4,)), seed=seed)
     weight = ops.grouped_quantize(sample(1, 16, 32), NVFP4().text)
-    with raises(error, words.replace("device of x", "device of a")):
+    with pytest.raises(error, match=words.replace("device of x", "device of a")):
         ops.m_grouped_quantize_gemm(
-            sample(4, 32), weight[0], offsets((4,)), weight[1:], text, "nvfp4", seed=seed
+            sample(4, 32), weight[0], offs_from_splits((4,)), weight[1:], text, "nvfp4", seed=seed
         )
 
 
 def test_one_op_draws_as_two():
-    x, offs, seed = sample(40, 32), offsets((25, 15)), torch.tensor([8, 9])
+    x, offs, seed = sample(40, 32), offs_from_splits((25, 15)), torch.tensor([8, 9])
     weight = ops.grouped_quantize(sample(2, 16, 32), "nvfp4")
     copy = ops.grouped_quantize(x, SR, offs, seed=seed)
     want = ops.m_grouped_gemm(
@@ -158,7 +157,7 @@ def test_the_instruction_rounds_by_the_same_bytes():
     """In the emulator's model, with a byte on top of each half of the random bits."""
     y = torch.cat([representative()[::5], torch.tensor([torch.nan, -0.3, -6.5])])
     y = torch.nn.functional.pad(torch.cat([y, -y]), (0, -2 * len(y) % 32))
-    r = torch.randint(0, 256, y.shape, generator=seeded(1))
+    r = torch.randint(0, 256, y.shape, generator=seeded_generator(1))
     bits = (r << 8 | r << 24).numpy().astype(np.uint32)
     ptx = "cvt.rs.satfinite.e2m1x4.f32 %v, {%a0, %a0, %a0, %a0}, %a1; cvt.u32.u16 %out, %v;"
     got = elementwise(f".reg .b16 %v; {ptx}", y.numpy(), bits)

@@ -15,18 +15,7 @@ from hypothesis import strategies as st
 import ptx_emulator as emulator
 from cute_kernels.reference import tensor_core
 from cute_kernels.reference.tensor_core import tensor_core_gemm
-from tests.helpers import (
-    BF16,
-    E4M3,
-    E5M2,
-    F16,
-    F32,
-    U8,
-    assert_same_bytes,
-    e2m1_values,
-    each,
-    raises,
-)
+from tests.helpers import BF16, E4M3, E5M2, F16, F32, U8, assert_same_bytes, e2m1_values
 
 E2M1 = U8
 E8M0 = torch.float8_e8m0fnu
@@ -69,8 +58,8 @@ KINDS = [
     Kind("sm_100a", E2M1, E2M1, F32, 64, 35, scale=E4M3, block=16),
 ]
 SORTS = ("near", "wide", "tiny", "underflow", "cancelling", "zeros", "zero_times_huge", "special")
-every_kind = each("kind", KINDS, str)
-every_sort = each("sort", SORTS)
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
+every_sort = pytest.mark.parametrize("sort", SORTS)
 
 # ---- inputs
 #: Mantissa bits and exponent bias.
@@ -270,7 +259,7 @@ HOPPER.append(Kind("sm_90a", E5M2, E5M2, F16, 32, 13, accumulator_bits=13))
 
 
 @every_sort
-@each("kind", HOPPER, str)
+@pytest.mark.parametrize("kind", HOPPER, ids=str)
 def test_equals_an_h200(kind, sort):
     a, b, options = arguments(kind, 64, 8, 4 * kind.k, sort)
     got = tensor_core_gemm(kind.arch, a, b, **options).numpy().tobytes()
@@ -350,7 +339,7 @@ def test_arguments_are_left_alone():
     assert not acc.any()
 
 
-@each(("m", "n", "k"), [(0, 3, 16), (3, 0, 16), (3, 2, 0)])
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 16), (3, 0, 16), (3, 2, 0)])
 def test_empty(m, n, k):
     acc = torch.randn(m, n)
     got = tensor_core_gemm(
@@ -363,7 +352,7 @@ def zeros(rows, cols, dtype):
     return torch.zeros(rows, cols, dtype=U8).view(dtype)
 
 
-@each(
+@pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
         (("sm_80", F16, F16), {}, "arch must be one of sm_90a, sm_100a, got 'sm_80'"),
@@ -384,5 +373,5 @@ def test_errors(arguments, options, message):
     blocks = {E8M0: 4 if E2M1 in dtypes else 2, E4M3: 8}
     rows = {"a_scales": 2, "b_scales": 3}
     options = {k: zeros(rows[k], blocks[v], v) if k in rows else v for k, v in options.items()}
-    with raises(ValueError, message):
+    with pytest.raises(ValueError, match=message):
         tensor_core_gemm(arch, *operands, **options)

@@ -4,7 +4,6 @@ import torch
 from cute_kernels.capability import ARCHITECTURES, UnsupportedError
 from cute_kernels.runtime import Architecture, architecture, device_architecture
 from cute_kernels.runtime.arch import TARGETS, _index_architecture
-from tests.helpers import each, raises
 
 
 @pytest.fixture
@@ -37,14 +36,16 @@ def test_a_device_is_asked_once(gpu):
     assert gpu == [0]
 
 
-@each(("index", "reason"), [(3, "no TMA"), (4, "tcgen05"), (5, "no kernel has been made")])
+@pytest.mark.parametrize(
+    ("index", "reason"), [(3, "no TMA"), (4, "tcgen05"), (5, "no kernel has been made")]
+)
 def test_other_devices_raise_with_the_reason(gpu, index, reason):
-    with raises(UnsupportedError, f"GPU {index}.*{reason}.*sm_90a, sm_100a, sm_103a"):
+    with pytest.raises(UnsupportedError, match=f"GPU {index}.*{reason}.*sm_90a, sm_100a, sm_103a"):
         device_architecture(index)
 
 
 def test_cpu_tensors_have_no_architecture():
-    with raises(UnsupportedError, "got one on cpu"):
+    with pytest.raises(UnsupportedError, match="got one on cpu"):
         device_architecture(torch.device("cpu"))
 
 
@@ -56,7 +57,7 @@ def test_names():
     assert set(TARGETS.values()) == set(ARCHITECTURES) - {"reference"}
 
 
-@each("text", ["sm_80", "emulated:sm_103a", "emulated:", "", "reference"])
+@pytest.mark.parametrize("text", ["sm_80", "emulated:sm_103a", "emulated:", "", "reference"])
 def test_unknown_names_raise(text):
-    with raises(ValueError, "arch must be one of sm_90a, .*emulated:sm_100a, got"):
+    with pytest.raises(ValueError, match="arch must be one of sm_90a, .*emulated:sm_100a, got"):
         architecture(text)

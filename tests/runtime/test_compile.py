@@ -13,7 +13,7 @@ from cute_kernels.runtime import aot, architecture, cache, compile_kernel, forge
 from cute_kernels.runtime import compile as compile_module
 from cute_kernels.runtime.compile import compile_to_disk, is_on_disk
 from cute_kernels.runtime.worker import Worker
-from tests.helpers import raises, run_python
+from tests.helpers import run_python
 from tests.runtime import toy_kernels
 
 from .toy_kernels import Scale
@@ -181,7 +181,7 @@ def test_arguments_are_checked_by_the_compiled_function():
     import torch
 
     kernel = compile_kernel(SPEC, SM90)
-    with raises(ValueError, "device_type=cuda"):
+    with pytest.raises(ValueError, match="device_type=cuda"):
         kernel(torch.zeros(4), torch.zeros(4))
     with pytest.raises(TypeError):
         kernel(torch.zeros(4))
@@ -193,7 +193,7 @@ def test_without_the_dsl_the_reason_is_raised(monkeypatch):
 
     monkeypatch.setattr(compile_module, "require_dsl", refuse)
     for call in (compile_kernel, compile_to_disk):
-        with raises(UnsupportedError, "not installed"):
+        with pytest.raises(UnsupportedError, match="not installed"):
             call(SPEC, SM90)
 
 
@@ -238,7 +238,7 @@ def test_precompile_in_processes(traced, capsys):
 
 def test_precompile_reports_every_failure(traced, capsys):
     specs = [Scale(1.0, "Bad"), Scale(2.0), Scale(3.0, "Worse")]
-    with raises(aot.PrecompileError, r"(?s)'Bad'.*'Worse'") as error:
+    with pytest.raises(aot.PrecompileError, match=r"(?s)'Bad'.*'Worse'") as error:
         cute_kernels.precompile(specs, arch="sm_90a", jobs=1, progress=False)
     assert "dtype='Float32'" not in str(error.value)
     assert is_on_disk(Scale(2.0), SM90)
@@ -247,7 +247,7 @@ def test_precompile_reports_every_failure(traced, capsys):
 
 def test_precompile_needs_a_device_or_an_architecture(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with raises(UnsupportedError, "name an arch"):
+    with pytest.raises(UnsupportedError, match="name an arch"):
         cute_kernels.precompile([SPEC])
 
 
@@ -273,7 +273,7 @@ def test_command_line(family, capsys):
 
 
 def test_the_command_is_run_and_not_imported():
-    with raises(ImportError, r"call cute_kernels.precompile\(\)"):
+    with pytest.raises(ImportError, match=r"call cute_kernels.precompile\(\)"):
         importlib.import_module("cute_kernels.precompile")
     assert callable(cute_kernels.precompile)
     command = [sys.executable, "-m", "cute_kernels.precompile", "--list", "--arch", "sm_90a"]

@@ -18,7 +18,7 @@ from cute_kernels.runtime import architecture, cache, sources
 from cute_kernels.runtime.aot import FAMILIES
 from cute_kernels.runtime.cache import CacheKey, DiskCache, cache_key, default_cache
 from cute_kernels.runtime.spec import canonical_text, resolve
-from tests.helpers import DAMAGE, each, raises
+from tests.helpers import DAMAGE
 
 from .toy_kernels import Scale
 
@@ -56,21 +56,24 @@ def test_an_entry_comes_back(stored):
     assert not list(stored.root.glob("*.part"))
 
 
-@each(
+ENTRY_DAMAGE = DAMAGE | {
+    "empty": lambda path: path.write_bytes(b""),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize(
     "damage",
-    DAMAGE
-    | {
-        "empty": lambda path: path.write_bytes(b""),
-        "a folder": lambda path: (path.unlink(), path.mkdir()),
-    },
+    ENTRY_DAMAGE.values(),
+    ids=ENTRY_DAMAGE,
 )
-@each("suffix", ["o", "ptx", "json"])
+@pytest.mark.parametrize("suffix", ["o", "ptx", "json"])
 def test_a_damaged_entry_is_a_miss(stored, suffix, damage):
     damage(stored.root / f"{KEY.name}.{suffix}")
     assert stored.load(KEY) is None
 
 
-@each(
+@pytest.mark.parametrize(
     "text",
     ["[]", "null", "{}", '{"key": {}}', '{"key": {}, "files": 1}', "[" * 100_000],
     ids=range(6),
@@ -90,7 +93,7 @@ def test_an_entry_names_no_files_elsewhere(stored, tmp_path):
     assert stored.load(KEY) is None
 
 
-@each("suffix", ["o", "ptx", "json"])
+@pytest.mark.parametrize("suffix", ["o", "ptx", "json"])
 def test_a_file_that_others_can_write_is_a_miss(stored, suffix):
     (stored.root / f"{KEY.name}.{suffix}").chmod(0o664)
     with pytest.warns(RuntimeWarning, match=f"compiled anew: .*{suffix} is not used.*chmod go-w"):
@@ -182,7 +185,7 @@ def test_arguments_and_architecture_are_in_the_key():
     assert len(set(names)) == 6
 
 
-@each(
+@pytest.mark.parametrize(
     "change",
     [
         lambda patch: patch.setattr(cache, "installed_versions", lambda: ("dsl-4.8.2",)),
@@ -281,7 +284,7 @@ def objects_of(module):
                 yield name
 
 
-@each("modules", EVERY_KERNEL)
+@pytest.mark.parametrize("modules", EVERY_KERNEL)
 def test_every_module_that_a_kernel_reads_is_in_its_key(modules):
     """From module to module by the objects that each has, not by its sources: all of these are in
     the key.
@@ -297,7 +300,7 @@ def test_every_module_that_a_kernel_reads_is_in_its_key(modules):
     assert not missing
 
 
-@each(
+@pytest.mark.parametrize(
     ("kernel", "needed"),
     [
         ("cute_kernels.kernels.moe.router:RouterKernel", "reference/router.py"),  # TINY
@@ -338,7 +341,7 @@ def test_ops_the_emulator_and_other_kernels_are_not_in_a_key():
     assert "__init__.py" not in names
 
 
-@each(
+@pytest.mark.parametrize(
     ("source", "package", "names"),
     [
         (b"from ..formats import parse", "cute_kernels.ops", ["formats/__init__.py"]),
@@ -388,9 +391,9 @@ def test_values_have_distinct_texts():
     assert len({canonical_text(Holder(value)) for value in values}) == len(values)
 
 
-@each("value", [[1], {"a": 1}, object(), torch.zeros(1), print])
+@pytest.mark.parametrize("value", [[1], {"a": 1}, object(), torch.zeros(1), print])
 def test_values_without_a_stable_text_are_refused(value):
-    with raises(TypeError, "no stable text"):
+    with pytest.raises(TypeError, match="no stable text"):
         canonical_text(Holder((value,)))
 
 
@@ -400,8 +403,8 @@ def test_names_of_kernels_are_resolved():
         "tests.runtime.toy_kernels:Nothing": "module tests.runtime.toy_kernels has no 'Nothing'",
         "tests.runtime.nothing:Scale": "No module named 'tests.runtime.nothing'",
     }.items():
-        with raises(ImportError, message):
+        with pytest.raises(ImportError, match=message):
             resolve(name)
     for name in ("tests.runtime", "tests.runtime:", ":Scale"):
-        with raises(ValueError, "must be 'package.module:Class', got"):
+        with pytest.raises(ValueError, match="must be 'package.module:Class', got"):
             resolve(name)

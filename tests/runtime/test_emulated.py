@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels.runtime import aot, architecture, cache, compile_kernel, forget_kernels
 from cute_kernels.runtime.emulated import EmulatedKernel
-from tests.helpers import each, raises, run_python
+from tests.helpers import run_python
 
 from .toy_kernels import Scale
 
@@ -38,6 +38,7 @@ def results():
     return outcome
 
 
+@pytest.mark.emulated
 def test_kernels_run_when_compiled_and_when_loaded_by_another_process():
     for arch in EMULATED:
         aot.precompile(SPECS, arch=arch, jobs=1, load=False, progress=False)
@@ -52,10 +53,11 @@ def test_kernels_run_when_compiled_and_when_loaded_by_another_process():
     assert len(compiled) == 4 and all(compiled.values()), compiled
 
 
+@pytest.mark.emulated
 def test_faults_and_wrong_arguments_raise():
     kernel = compile_kernel(Scale(2.0), EMULATED[1])
     x, y = torch.zeros(64), torch.zeros(64)
-    with raises(ValueError, r"to match x\.shape"):
+    with pytest.raises(ValueError, match=r"to match x\.shape"):
         kernel(x, y[:-1])
     emulator.watch(x)
     try:
@@ -70,7 +72,8 @@ def other_ptx():
     return compile_kernel(Scale(3.0), EMULATED[1]).ptx.encode()
 
 
-@each(
+@pytest.mark.emulated
+@pytest.mark.parametrize(
     ("suffix", "rubbish"),
     [
         ("ptx", b"rubbish"),
@@ -82,7 +85,7 @@ def other_ptx():
         ("o", b"rubbish"),
         ("o", b"\x7fELF\x02\x01\x01" + bytes(57)),
     ],
-    ["text", "empty", "cut off", "binary", "other kernel", "cubin", "object", "ELF header"],
+    ids=["text", "empty", "cut off", "binary", "other kernel", "cubin", "object", "ELF header"],
 )
 def test_an_entry_of_rubbish_is_compiled_again(suffix, rubbish, monkeypatch):
     spec, arch = Scale(2.0), EMULATED[1]
@@ -103,6 +106,7 @@ def test_an_entry_of_rubbish_is_compiled_again(suffix, rubbish, monkeypatch):
         assert Scale.traced == 1
 
 
+@pytest.mark.emulated
 def test_ptx_that_was_just_compiled_is_not_compiled_again(monkeypatch):
     kernel = compile_kernel(Scale(2.0), EMULATED[1])
     monkeypatch.setattr(kernel, "ptx", "rubbish")
@@ -133,6 +137,7 @@ print(wrong)
 """
 
 
+@pytest.mark.emulated
 def test_threads_share_an_emulated_backend():
     assert run_python(THREADS).splitlines()[-1] == "[]"
 
@@ -154,13 +159,15 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.emulated
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gives host memory to a kernel for a GPU")
-@each("order", [["sm_90a", "emulated:sm_90a"], ["emulated:sm_90a", "sm_90a"]])
+@pytest.mark.parametrize("order", [["sm_90a", "emulated:sm_90a"], ["emulated:sm_90a", "sm_90a"]])
 def test_one_process_has_kernels_for_both_devices(order):
     process = run_python(BOTH_DEVICES, *order)
     assert "CUDA driver version is insufficient" in process, process
 
 
+@pytest.mark.emulated
 def test_an_installed_emulator_does_not_catch_kernels_for_a_gpu():
     before = emulator.installed()
     emulator.install("sm_100a", num_sms=3)
@@ -173,7 +180,8 @@ def test_an_installed_emulator_does_not_catch_kernels_for_a_gpu():
             emulator.install(before)
 
 
+@pytest.mark.emulated
 def test_tensors_of_another_device_are_refused():
     kernel = compile_kernel(Scale(2.0), EMULATED[0])
-    with raises(ValueError, "got one on meta"):
+    with pytest.raises(ValueError, match="got one on meta"):
         kernel(torch.ones(4, device="meta"), torch.ones(4))

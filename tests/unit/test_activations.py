@@ -1,14 +1,16 @@
+import pytest
+
 import grouped
 from cute_kernels.formats.activations import ACTIVATIONS, Activation, is_gated, parse_activation
-from tests.helpers import assert_is_value, each, raises, refusals
+from tests.helpers import assert_value_semantics, contains_all
 
 GATED = {"geglu", "swiglu", "reglu", "qgeglu", "sreglu", "clamped_swiglu"}
 
 
-@each("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_records_are_values(name):
     act = Activation(name)
-    assert_is_value(act)
+    assert_value_semantics(act)
     assert act.text == name and parse_activation(name) == act
     assert act.is_gated == is_gated(act.text) == (name in GATED)
     assert act.width(64) == (32 if act.is_gated else 64)
@@ -35,7 +37,7 @@ TEXTS = {
 }
 
 
-@each("text", [*TEXTS])
+@pytest.mark.parametrize("text", [*TEXTS])
 def test_texts(text):
     assert TEXTS[text].text == text
     assert parse_activation(text) == TEXTS[text]
@@ -52,7 +54,7 @@ def test_defaults_of_the_clamped_one():
     assert grouped.Activation is Activation
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("swish", ["activation must be one of gelu, silu", "'swish'"]),
@@ -67,12 +69,12 @@ def test_defaults_of_the_clamped_one():
     ],
 )
 def test_texts_of_nothing(text, words):
-    with raises(ValueError, ["activation", *words]):
+    with pytest.raises(ValueError, match=contains_all("activation", *words)):
         parse_activation(text)
 
 
-test_meaningless_records = refusals(
-    lambda fields: Activation(**fields),
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
     [
         ({"name": "tanh"}, ValueError, "activation must be gelu or silu or"),
         ({"name": "clamped_swiglu", "limit": float("inf")}, ValueError, "limit must be in"),
@@ -83,3 +85,6 @@ test_meaningless_records = refusals(
         ({"name": "gelu", "limit": 6.0}, ValueError, "limit is of clamped_swiglu; gelu has none"),
     ],
 )
+def test_meaningless_records(fields, error, message):
+    with pytest.raises(error, match=message):
+        Activation(**fields)

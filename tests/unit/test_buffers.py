@@ -1,10 +1,10 @@
 import math
 
+import pytest
 import torch
 
 from cute_kernels.formats import FP8, NVFP4, parse
 from cute_kernels.layout.buffers import buffers, member_parts
-from tests.helpers import each
 
 T, K, G, N = 300, 416, 5, 200
 
@@ -13,8 +13,8 @@ def test_a_row_scaled_uniform_tensor_has_one_level_a_row():
     assert buffers(NVFP4(row_scaled=True), (G, N, K), None)["amax"].shape == (G, N)
 
 
-@each("fmt", [NVFP4(), FP8()], ids=lambda fmt: fmt.text)
-@each("cols", [16, 48, 416])
+@pytest.mark.parametrize("fmt", [NVFP4(), FP8()], ids=lambda fmt: fmt.text)
+@pytest.mark.parametrize("cols", [16, 48, 416])
 def test_rows_of_codes_are_16_bytes_apart(fmt, cols):
     codes = buffers(fmt, (3, cols), 1)["codes"]
     assert codes.strides[0] * codes.dtype.itemsize % 16 == 0
@@ -32,7 +32,7 @@ def test_a_shared_level_is_there_once():
 SHAPES = [(5, 48), (0, 32), (130, 16), (1, 160)]
 
 
-@each("text", ["nvfp4:row_scaled", "mxfp8", "fp8_block", "fp8"])
+@pytest.mark.parametrize("text", ["nvfp4:row_scaled", "mxfp8", "fp8_block", "fp8"])
 def test_flat_buffers_hold_those_of_each_member_alone_one_after_the_other(text):
     fmt = parse(text)
     found = buffers(fmt, (10_000,), None, columnwise=True, shapes=SHAPES)

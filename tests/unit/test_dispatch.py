@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels import capability, ops
 from cute_kernels.capability import UnsupportedError
-from cute_kernels.device import activations as device_activations
+from cute_kernels.device import activation_curves
 from cute_kernels.device.codecs.values import ByteValues, NibbleValues, values_of
 from cute_kernels.formats import (
     E2M1,
@@ -18,7 +18,7 @@ from cute_kernels.formats import (
     BlockScale,
     ElementType,
     Format,
-    SecondLevel,
+    GlobalScale,
     activations,
 )
 from cute_kernels.formats.activations import (
@@ -35,7 +35,7 @@ from cute_kernels.kernels.moe.router import RouterKernel
 from cute_kernels.reference import activations as reference_activations
 from cute_kernels.reference import router as reference_router
 from cute_kernels.reference.conversions import decode, encode, pack
-from tests.helpers import BF16, each, raises
+from tests.helpers import BF16
 
 E3M2 = ElementType("e3m2", 6, 28.0, torch.uint8)
 
@@ -48,7 +48,7 @@ class Nibbles(Format):
     name: ClassVar[str] = "nibbles"
     element: ClassVar[ElementType] = E2M1
     scale: ClassVar[BlockScale] = BlockScale(E8M0, 32, "tiles_128x4")
-    second_level: ClassVar[None] = None
+    global_scale: ClassVar[None] = None
     columnwise: ClassVar[str] = "transposed"
     k_multiple: ClassVar[int] = 32
 
@@ -68,7 +68,7 @@ def hardswish(monkeypatch):
     parse_activation.cache_clear()
 
 
-@each("backend", ["reference", "emulated:sm_90a", "emulated:sm_100a"])
+@pytest.mark.parametrize("backend", ["reference", "emulated:sm_90a", "emulated:sm_100a"])
 def test_an_unknown_curve_is_refused_by_ops(hardswish, backend):
     import cute_kernels
 
@@ -107,7 +107,9 @@ def test_an_unknown_curve_is_refused_by_ops(hardswish, backend):
     for call in calls:
         with (
             cute_kernels.backend(backend),
-            raises(UnsupportedError, "hardswish has the curve 'hardswish', which is none of"),
+            pytest.raises(
+                UnsupportedError, match="hardswish has the curve 'hardswish', which is none of"
+            ),
         ):
             call()
 
@@ -120,26 +122,26 @@ def test_an_unknown_curve_has_no_formula_on_either_side(hardswish, monkeypatch):
         lambda: alpha_of(act),
         lambda: reference_activations.activate(x, act),
         lambda: reference_activations.activate_gradient(x, x, act),
-        lambda: device_activations._curve(None, act, None, False),
-        lambda: device_activations.quick_to(act),
-        lambda: device_activations.FactorTable.of(act, "bfloat16"),
+        lambda: activation_curves._curve(None, act, None, False),
+        lambda: activation_curves.quick_bound(act),
+        lambda: activation_curves.FactorTable.create(act, "bfloat16"),
     )
     for use in uses:
-        with raises(UnsupportedError, "'hardswish'"):
+        with pytest.raises(UnsupportedError, match="'hardswish'"):
             use()
     # Listed, but of a family that nobody computes.
     monkeypatch.setitem(activations.CURVES, "hardswish", Curve("piecewise"))
     for use in (uses[2], uses[3], uses[4]):
-        with raises(
+        with pytest.raises(
             UnsupportedError,
-            "no formula of the curve 'hardswish', which is of the family 'piecewise'",
+            match="no formula of the curve 'hardswish', which is of the family 'piecewise'",
         ):
             use()
 
 
 def test_reference_and_kernels_have_formulas_of_the_same_families():
     families = {curve.family for curve in activations.CURVES.values()}
-    assert families == set(reference_activations._FORMULAS) == set(device_activations._FORMULAS)
+    assert families == set(reference_activations._FORMULAS) == set(activation_curves.CURVE_FAMILIES)
     assert {curve for curve, _ in activations._FACTS.values()} == set(activations.CURVES)
     assert formula_of(Activation("silu"), {"sigmoid": 1}) == 1
 
@@ -148,11 +150,11 @@ def test_codes_are_decoded_by_what_their_record_says():
     """Not by how many bits they have."""
     kinds = {"nibbles": NibbleValues, "bytes": ByteValues}
     for fmt in (kind.fmt for kind in OPERANDS.values() if kind.fmt is not None):
-        assert isinstance(values_of(fmt, "bfloat16"), kinds[fmt.decodes_by])
+        assert isinstance(values_of(fmt, "bfloat16"), kinds[fmt.decoder_kind])
     for fmt in (Nibbles(), SixBits()):
-        assert fmt.decodes_by is None
-        with raises(
-            UnsupportedError, f"no kernel decodes .*: {fmt.element.name} codes with scales"
+        assert fmt.decoder_kind is None
+        with pytest.raises(
+            UnsupportedError, match=f"no kernel decodes .*: {fmt.element.name} codes with scales"
         ):
             values_of(fmt, "bfloat16")
 
@@ -169,29 +171,29 @@ def test_formats_of_bytes_are_those_whose_codes_are(monkeypatch):
 
 def test_elements_without_a_conversion_are_refused():
     for call in (lambda: encode(E3M2, torch.ones(2)), lambda: encode(E8M0, torch.ones(2))):
-        with raises(UnsupportedError, "nothing encodes numbers as"):
+        with pytest.raises(UnsupportedError, match="nothing encodes numbers as"):
             call()
-    with raises(UnsupportedError, "nothing decodes codes of e3m2"):
+    with pytest.raises(UnsupportedError, match="nothing decodes codes of e3m2"):
         decode(E3M2, torch.zeros(2, dtype=torch.uint8))
-    with raises(UnsupportedError, "nothing packs codes of 2 bits"):
+    with pytest.raises(UnsupportedError, match="nothing packs codes of 2 bits"):
         pack(dataclasses.replace(E3M2, bits=2), torch.zeros(4, dtype=torch.uint8))
 
 
 def test_words_of_records_are_checked():
-    with raises(ValueError, "layout must be tiles_128x4 or mn_major, got 'rows'"):
+    with pytest.raises(ValueError, match="layout must be tiles_128x4 or mn_major, got 'rows'"):
         BlockScale(E4M3, 16, "rows")
-    with raises(ValueError, "per must be group or row, got 'column'"):
-        SecondLevel("column", ("amax",))
+    with pytest.raises(ValueError, match="per must be group or row, got 'column'"):
+        GlobalScale("column", ("amax",))
 
 
 def test_an_unknown_score_is_refused():
     logits, options = torch.ones(2, 4), (1, "tanh", False, 1, 1, 1.0)
     out = torch.ones(2, 1), torch.ones(2, 1, dtype=torch.int32), torch.ones(2, 4)
-    with raises(UnsupportedError, "no formula of the score 'tanh'"):
+    with pytest.raises(UnsupportedError, match="no formula of the score 'tanh'"):
         reference_router.route(logits, None, None, options, out)
     config = next(f for f in dataclasses.fields(RouterConfig) if f.name == "score")
     assert config is not None
-    with raises(UnsupportedError, "no kernel computes the score 'tanh'"):
+    with pytest.raises(UnsupportedError, match="no kernel computes the score 'tanh'"):
         RouterKernel(RouterConfig(**_router(score="tanh")))
 
 

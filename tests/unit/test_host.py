@@ -11,7 +11,6 @@ from cute_kernels.__main__ import report
 from ptx_emulator.host import settings
 from ptx_emulator.host.locks import ForkSafeLock
 from ptx_emulator.host.trust import make_folder, open_folder, read_file, write_file
-from tests.helpers import each, raises
 
 NOBODY = 65534
 
@@ -35,13 +34,15 @@ def read(folder, name="file"):
         os.close(descriptor)
 
 
-@each("text", ["", "2", "y", "none", "enabled"])
+@pytest.mark.parametrize("text", ["", "2", "y", "none", "enabled"])
 def test_what_is_no_boolean_is_an_error(text):
-    with raises(ValueError, f"NAME must be one of .*, got '{text}'"):
+    with pytest.raises(ValueError, match=f"NAME must be one of .*, got '{text}'"):
         settings.boolean("NAME", text)
 
 
-@each(("text", "is_on"), [(None, True), ("", True), ("on", True), ("off", False), ("False", False)])
+@pytest.mark.parametrize(
+    ("text", "is_on"), [(None, True), ("", True), ("on", True), ("off", False), ("False", False)]
+)
 def test_the_kernel_cache_is_turned_off_by_any_no(monkeypatch, text, is_on):
     if text is None:
         monkeypatch.delenv("CUTE_KERNELS_CACHE", raising=False)
@@ -50,7 +51,7 @@ def test_the_kernel_cache_is_turned_off_by_any_no(monkeypatch, text, is_on):
     assert settings.kernel_cache_is_on() == is_on
 
 
-@each("variable", ["CUTE_KERNELS_CACHE_DIR", "XDG_CACHE_HOME"])
+@pytest.mark.parametrize("variable", ["CUTE_KERNELS_CACHE_DIR", "XDG_CACHE_HOME"])
 def test_a_cache_folder_of_an_unknown_user(monkeypatch, variable):
     monkeypatch.delenv("CUTE_KERNELS_CACHE_DIR", raising=False)
     monkeypatch.setenv(variable, "~nosuchuser/cache")
@@ -73,20 +74,20 @@ def test_nothing_is_writable_by_others_whatever_the_umask(tmp_path):
     assert read(tmp_path / "folder") == b"code"
 
 
-@each("mode", [0o20, 0o02])
-@each("name", ["", "file"])
+@pytest.mark.parametrize("mode", [0o20, 0o02])
+@pytest.mark.parametrize("name", ["", "file"])
 def test_what_others_can_write_is_not_read(folder, name, mode):
     path = folder / name
     path.chmod(path.stat().st_mode | mode)
-    with raises(PermissionError, "other users may write it.*chmod go-w"):
+    with pytest.raises(PermissionError, match="other users may write it.*chmod go-w"):
         read(folder)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-@each("name", ["", "file"])
+@pytest.mark.parametrize("name", ["", "file"])
 def test_what_another_user_owns_is_not_read(folder, name):
     os.chown(folder / name, NOBODY, NOBODY)
-    with raises(PermissionError, f"belongs to user {NOBODY}, not to 0 or root"):
+    with pytest.raises(PermissionError, match=f"belongs to user {NOBODY}, not to 0 or root"):
         read(folder)
 
 
@@ -94,7 +95,7 @@ def test_the_target_of_a_link_is_what_counts(folder):
     (folder / "link").symlink_to("file")
     assert read(folder, "link") == b"code"
     (folder / "file").chmod(0o666)
-    with raises(PermissionError, "link is not used"):
+    with pytest.raises(PermissionError, match="link is not used"):
         read(folder, "link")
 
 
@@ -102,7 +103,7 @@ def test_what_is_no_file_is_not_read(folder):
     os.mkfifo(folder / "pipe", 0o644)
     (folder / "inner").mkdir()
     for name in ("pipe", "inner"):
-        with raises(OSError, "not a regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             read(folder, name)
 
 

@@ -1,38 +1,52 @@
+"""Imports go from upper to lower layers, and no two files import each other."""
+
 import ast
 import re
 from pathlib import Path
 
-from tests.helpers import each, needs_compiler, run_python
+import pytest
+
+from tests.helpers import needs_compiler, run_python
 
 ROOT = Path(__file__).parents[2]
-#: A module may import modules of lower layers and of its own subpackage. ``cute_kernels`` itself,
-#: which only gathers the public names, and its other top-level modules are the layer "front".
+PACKAGES = ("ptx_emulator", "cute_kernels", "grouped")
+#: The layer of each package or module; the longest prefix of a module's name decides. A module may
+#: import modules of lower layers and of its own entry.
 LAYERS = {
-    "host": 0,
-    "records": 0,
-    "formats": 1,
-    "activations": 1,
-    "layout": 1,
-    "capability": 2,
-    "reference": 3,
-    "emulator": 3,
-    "device": 3,
-    "quantize": 4,
-    "gemm": 4,
-    "moe": 5,
-    "runtime": 6,
-    "ops": 7,
-    "front": 8,
-    "grouped": 9,
+    "ptx_emulator": 0,
+    "cute_kernels.deprecation": 0,
+    "cute_kernels.records": 0,
+    "cute_kernels.arch": 0,
+    "cute_kernels.formats": 1,
+    "cute_kernels.layout": 2,
+    "cute_kernels.capability": 3,
+    "cute_kernels.reference": 4,
+    "cute_kernels.device": 4,
+    "cute_kernels.kernels.quantize": 5,
+    "cute_kernels.kernels.gemm": 5,
+    "cute_kernels.kernels.moe": 6,
+    "cute_kernels.runtime": 7,
+    "cute_kernels.ops": 8,
+    "cute_kernels.testing": 9,
+    "cute_kernels": 10,  # Public names and command lines.
+    "grouped.tensor": 11,
+    "grouped.functional": 12,
+    "grouped.nn": 14,
+    "grouped": 15,
 }
 #: How a configuration names its kernel, which the runtime imports: ``"package.module:Name"``.
 NAMED = re.compile(r"((?:cute_kernels|grouped)(?:\.\w+)*):(\w+)")
-REFERENCE_NEEDS_ONLY = {"activations", "formats", "layout", "reference"}
+REFERENCE_NEEDS_ONLY = {
+    "cute_kernels.formats",
+    "cute_kernels.layout",
+    "cute_kernels.records",
+    "cute_kernels.reference",
+}
 
 
 def modules():
     found = {}
-    for package in ("cute_kernels", "grouped"):
+    for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -43,14 +57,9 @@ MODULES = modules()
 
 
 def layer(name):
-    package, *rest = name.split(".")
-    if package == "grouped":
-        return "grouped"
-    return rest[0] if rest and rest[0] in LAYERS else "front"
-
-
-def is_type_checking(node):
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    parts = name.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next(prefix for prefix in prefixes if prefix in LAYERS)
 
 
 def imported_names(nodes):
@@ -73,15 +82,9 @@ def names_in_strings(nodes):
 
 
 def all_imports(tree, *, with_names=False):
-    pending, found = [tree], []
-    while pending:
-        node = pending.pop()
-        if is_type_checking(node):
-            pending.extend(node.orelse)
-            continue
-        found.append(node)
-        pending.extend(ast.iter_child_nodes(node))
-    return {*imported_names(found), *(names_in_strings(found) if with_names else ())}
+    """Names of imported modules, also inside functions and for type checkers alone."""
+    nodes = list(ast.walk(tree))
+    return {*imported_names(nodes), *(names_in_strings(nodes) if with_names else ())}
 
 
 def parse(name):
@@ -94,11 +97,11 @@ def parse(name):
     return tree
 
 
-@each("name", [*MODULES])
+@pytest.mark.parametrize("name", [*MODULES])
 def test_imports_go_down(name):
     own = layer(name)
     for target in all_imports(parse(name), with_names=True):
-        if target.split(".")[0] not in ("cute_kernels", "grouped"):
+        if target.split(".")[0] not in PACKAGES:
             continue
         other = layer(target)
         assert other == own or LAYERS[other] < LAYERS[own], f"{name} ({own}) imports {target}"
@@ -130,13 +133,11 @@ def test_circles_are_found():
 
 
 def test_no_files_import_each_other():
-    """Imports inside functions count, those for type checkers and kernels that configurations name
-    do not.
-    """
+    """Imports inside functions and for type checkers count; kernels that configurations name do not."""
     assert not circles({name: all_imports(parse(name)) & set(MODULES) for name in MODULES})
 
 
-@each("is_blocked", [False, True])
+@pytest.mark.parametrize("is_blocked", [False, True])
 def test_the_packages_do_not_load_the_dsl_and_work_without_it(is_blocked):
     code = f"""
 import sys, torch
@@ -152,13 +153,14 @@ assert q.dequantize().equal(x) and not any(map(sys.modules.get, fresh))
     run_python(code)
 
 
+@pytest.mark.emulated
 @needs_compiler
 def test_the_emulator_works_without_torch_and_the_dsl():
     code = """
 import sys
 sys.modules["torch"] = sys.modules["cutlass"] = None
 import cute_kernels, numpy
-assert cute_kernels.__all__ == ["__version__", "emulator"]
+assert cute_kernels.__all__ == ["__version__"]
 cute_kernels.emulator.load_ptx('''.version 8.8
 .target sm_100a
 .visible .entry k(.param .u64 p) {

@@ -48,7 +48,7 @@ class ByteCodec(Codec):
         return self._encode(row_pairs(self.dtype, len(words)), words, [self._spread(factor)])
 
     def encode_columns(
-        self, words: Sequence[Uint32], factors: Sequence[Float32], twist: Int32 | int = 0
+        self, words: Sequence[Uint32], factors: Sequence[Float32], swizzle_xor: Int32 | int = 0
     ) -> list[list[Uint32]]:
         """Of a multiple of eight rows."""
         if self.multiplies_bf16:
@@ -60,7 +60,7 @@ class ByteCodec(Codec):
                 self._encode(pairs, words[i : i + _PER_WORD], [factor])
                 for i in range(0, len(words), _PER_WORD)
             ]
-            columns.append(_untwisted(codes, twist))
+            columns.append(_unswizzled(codes, swizzle_xor))
         return columns
 
     def encode_mixed(self, words: Sequence[Uint32], factors: Sequence[Float32]) -> list[Uint32]:
@@ -80,7 +80,7 @@ class ByteCodec(Codec):
 
     def _spread(self, factor: Float32) -> Float32 | Uint64:
         """A factor of several elements, twice in a register pair where two are multiplied at once."""
-        if self.multiplies_bf16 or self.arch != "sm_100a":
+        if self.multiplies_bf16 or not self.has_f32x2:
             return factor
         return asm("mov.b64 $0, {$1, $1};", [Uint64], [factor])
 
@@ -96,7 +96,7 @@ class ByteCodec(Codec):
         assert self.arch is not None
         given = [] if self.multiplies_bf16 else list(factors)
         names = [f"${len(words) + 1 + i}" for i in range(len(given))] * (_PER_WORD // len(factors))
-        body, is_paired = "", self.arch == "sm_100a" and not self.multiplies_bf16
+        body, is_paired = "", self.has_f32x2 and not self.multiplies_bf16
         if is_paired and len(given) == 1:
             pairs = products(pairs, names[0])
         for i, pair in enumerate(pairs):
@@ -144,11 +144,11 @@ def _products(words: Sequence[Uint32], factors: Uint32) -> list[Uint32]:
     return [asm("mul.rn.bf16x2 $0, $1, $2;", [Uint32], [word, factors]) for word in words]
 
 
-def _untwisted(codes: list[Uint32], twist: Int32 | int) -> list[Uint32]:
+def _unswizzled(codes: list[Uint32], swizzle_xor: Int32 | int) -> list[Uint32]:
     """Codes of a column whose rows came in twisted order, see ``Codec``, in order."""
-    if isinstance(twist, int):
+    if isinstance(swizzle_xor, int):
         return codes
-    # A twist of 4 trades the words of eight rows.
-    swapped = (twist & 4) != 0
+    # A swizzle_xor of 4 trades the words of eight rows.
+    swapped = (swizzle_xor & 4) != 0
     distance = _EIGHT // _PER_WORD // 2
     return [select(swapped, codes[i ^ distance], word) for i, word in enumerate(codes)]

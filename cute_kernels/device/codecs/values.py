@@ -12,8 +12,8 @@ from cutlass import Float32, Uint32
 
 from cute_kernels.device.codecs import CODECS
 
-from ...capability import UnsupportedError
 from ...formats import Format
+from ...records import UnsupportedError
 from ..convert import pack_words
 from ..ptx import asm
 from .base import Codec
@@ -93,9 +93,9 @@ def values_of(fmt: Format, dtype: str) -> Any:
     Raises:
         UnsupportedError: no kernel decodes such codes.
     """
-    if fmt.decodes_by == "nibbles":
+    if fmt.decoder_kind == "nibbles":
         return NibbleValues(dtype)
-    if fmt.decodes_by == "bytes":
+    if fmt.decoder_kind == "bytes":
         return ByteValues(CODECS[fmt.name](fmt, dtype), dtype)
     raise UnsupportedError(
         f"no kernel decodes {fmt}: {fmt.element.name} codes with scales {fmt.scale}"

@@ -9,7 +9,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 
-from cute_kernels.device.activations import activated, weighted_gradient
+from cute_kernels.device.activation_curves import activated, weighted_gradient
 from cute_kernels.device.constants import DTYPE_BYTES, WARP_SIZE
 from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.groups import group_end

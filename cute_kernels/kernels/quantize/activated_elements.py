@@ -9,7 +9,8 @@ from typing import Any
 
 from cutlass import Int32, Int64, Uint32, cute
 
-from cute_kernels.device.activations import FactorTable, activated, activated_by_size
+from cute_kernels.arch import get_arch
+from cute_kernels.device.activation_curves import FactorTable, activated, activated_by_magnitude
 from cute_kernels.device.convert import pack_words, unpack_words
 
 from .prologue import DTYPE_BYTES, Prologue
@@ -32,7 +33,11 @@ class ElementMaker:
         self.unit, self.loads = prologue.unit, prologue.num_inputs
         self.words = self.unit * DTYPE_BYTES[dtype] // 4
         #: What kernels that have the room make elements by.
-        self.table = FactorTable.of(prologue.record, prologue.dtype) if arch == "sm_90a" else None
+        self.table = (
+            FactorTable.create(prologue.record, prologue.dtype)
+            if get_arch(arch).tuned_by == "time"
+            else None
+        )
 
     def cols(self, x: cute.Tensor) -> Int32:
         width = x.shape[len(x.shape) - 1]
@@ -66,7 +71,11 @@ class ElementMaker:
         if table_at is not None:
             return pack_words(self.table.activated(inputs, table_at), self.dtype)
         numbers = [unpack_words(words, self.prologue.dtype) for words in inputs]
-        make: Any = activated_by_size if by_size and self.arch == "sm_90a" else activated
+        make: Any = (
+            activated_by_magnitude
+            if by_size and get_arch(self.arch).tuned_by == "time"
+            else activated
+        )
         return pack_words(make(self.prologue.record, False, self.arch, numbers)[0], self.dtype)
 
 

@@ -14,7 +14,7 @@ from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, 
 from cute_kernels.layout.slots import TILE_ROWS
 
 from .config import K_MULTIPLE
-from .global_scales import LEVEL_RESULTS
+from .global_scales import GLOBAL_SCALE_BUFFERS
 from .prologue import Prologue
 
 #: 32-byte vector stores; torch aligns its allocations to 64 bytes or more.
@@ -72,7 +72,7 @@ class FakeBuffers:
 
     def level(self, per_row: bool = False) -> Any:
         """(G,) fp32, or one a row; None if the format has no second level."""
-        if self.fmt is not None and self.fmt.second_level is None:
+        if self.fmt is not None and self.fmt.global_scale is None:
             return None
         # Uniform groups have G * N rows; no symbol says that.
         extent = (cute.sym_int() if self.uniform else self.rows) if per_row else self.groups
@@ -86,9 +86,9 @@ class FakeBuffers:
 
         The amax is a result where scales are given.
         """
-        level = self.fmt.second_level
+        level = self.fmt.global_scale
         kept = () if level is None else level.buffers
-        made = [name in kept for name in LEVEL_RESULTS] + [self.fmt.takes_scale]
+        made = [name in kept for name in GLOBAL_SCALE_BUFFERS] + [self.fmt.has_given_scale]
         return tuple(self.level() if is_made else None for is_made in made)
 
     def codes(self) -> Any:

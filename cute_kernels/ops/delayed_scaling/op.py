@@ -98,7 +98,7 @@ class DelayedScalingUpdate(FormatOp):
         if self.amax is not None:
             check_tensor("amax", self.amax, dtypes=fp32, shape=slots)
         same_device("amax_history", self.device, **self.tensors())
-        if not self.record.takes_scale:
+        if not self.record.has_given_scale:
             raise ValueError(f"format must take scales from the caller, got {self.format!r}")
         check_margin(self.margin, self.record)
         check_choice("algorithm", self.algorithm, ALGORITHMS)

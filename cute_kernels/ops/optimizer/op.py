@@ -94,7 +94,7 @@ class AdamWQuantize(FormatOp):
                 raise ValueError(
                     f"{name} must be at least 0 and below {end}, got {getattr(self, name)}"
                 )
-        level = self.record.second_level
+        level = self.record.global_scale
         if level is not None and level.per == "row":
             raise ValueError(f"weights have second levels of groups, which {self.format} has not")
         after.check()

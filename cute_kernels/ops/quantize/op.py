@@ -132,7 +132,7 @@ class GroupedQuantize(FormatOp):
             raise ValueError("rowwise and columnwise are both False: nothing to quantize")
         if self.columnwise and fmt.is_transformed and self.x.dtype != torch.bfloat16:
             raise TypeError(
-                f"x must be bfloat16, of which {fmt.without_marks} transforms the columnwise copy, got "
+                f"x must be bfloat16, of which {fmt.without_nan_scales} transforms the columnwise copy, got "
                 f"{str(self.x.dtype).removeprefix('torch.')}: cast it, as x.bfloat16() and "
                 "autocast do, or use a format without that transform"
             )
@@ -140,7 +140,7 @@ class GroupedQuantize(FormatOp):
         self._check_given(name)
 
     def _check_given(self, name: str) -> None:
-        takes = self.record.takes_scale
+        takes = self.record.has_given_scale
         if takes and self.scale is None:
             raise ValueError(f"{name} is missing: {self.format} takes (G,) fp32 scales")
         if self.scale is not None:
@@ -160,7 +160,7 @@ class GroupedQuantize(FormatOp):
         check_tensor("amax", self.amax, dtypes=(torch.float32,), shape=shape)
         same_device("x", self.device, amax=self.amax)
         asked = [way for way, on in ((False, self.rowwise), (True, self.columnwise)) if on]
-        levels = [self.record.level(columnwise) for columnwise in asked]
+        levels = [self.record.global_scale_for(columnwise) for columnwise in asked]
         if not any(level is not None and level.per == "group" for level in levels):
             raise ValueError(
                 f"amax is the second level of groups, which {self.format} does not use in the directions that are asked for"
@@ -232,7 +232,7 @@ class GroupedQuantize(FormatOp):
         if self.rows is not None and len(x):
             x = x[self.rows.long().clamp(0, len(x) - 1)]
         groups = Groups.of(x.shape, self.offs, self.device)
-        elements = elements_of(x, self.activation, truncates=self.record.truncates)
+        elements = elements_of(x, self.activation, rounds_activation=self.record.rounds_activation)
         draws = None
         if self.seed is not None:
             draws = reference.KeyedDraws(self.seed, elements.cols, drawn_before)

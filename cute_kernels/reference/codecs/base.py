@@ -78,7 +78,7 @@ class Codec(abc.ABC):
         if level is None:
             assert factor is not None
             return factor
-        second = self.fmt.second_level
+        second = self.fmt.global_scale
         assert second is not None
         if factor is not None:
             level = factor * level

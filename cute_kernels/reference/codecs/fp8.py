@@ -32,7 +32,7 @@ class FP8Codec(Codec):
         return scale_inv, scale, amax
 
     def factors(self, a: Tensor, g: Tensor) -> tuple[None, Tensor]:
-        return None, g if self.fmt.takes_scale else self._scale(g)
+        return None, g if self.fmt.has_given_scale else self._scale(g)
 
     def scale_values(self, stored: Tensor) -> Tensor:
         raise TypeError("FP8 has no block scales")

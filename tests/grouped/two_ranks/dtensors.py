@@ -12,7 +12,7 @@ import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear
 from tests.grouped.cases import EVERY_FORMAT, assert_same_tensor
-from tests.helpers import BF16, assert_same_bytes, seeded
+from tests.helpers import BF16, assert_same_bytes, seeded_generator
 
 from .models import (
     GROUPS,
@@ -53,10 +53,12 @@ def collectives():
 def dtensor_weights():
     """Yield a quantized weight of 3 groups for every format that is not scaled per row."""
     for fmt in EVERY_FORMAT.values():
-        if fmt.second_level is not None and fmt.second_level.per == "row":
+        if fmt.global_scale is not None and fmt.global_scale.per == "row":
             continue
         cols = 64 if fmt.k_multiple > 16 else K
-        yield grouped.quantize(torch.randn(3, N, cols, generator=seeded(1)), fmt, columnwise=True)
+        yield grouped.quantize(
+            torch.randn(3, N, cols, generator=seeded_generator(1)), fmt, columnwise=True
+        )
 
 
 @check

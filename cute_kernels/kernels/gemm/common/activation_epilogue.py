@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.activations import activated_by_size
+from cute_kernels.device.activation_curves import activated_by_magnitude
 from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.ptx import asm, asm_volatile
 
+from .config import GemmConfig
 from .operand_kinds import DTYPE_BYTES
 from .output_store import VECTOR_BYTES, EpilogueTensors, out_offset
-from .problem import GemmConfig
 
 
 def load_if(
@@ -150,4 +150,4 @@ def store_activated(
 def apply(config: GemmConfig, inputs: list[list[Float32]]) -> list[Float32]:
     """What the activation makes of x, or of A and B, as many numbers each."""
     act: Any = config.act
-    return activated_by_size(act, False, config.arch, inputs)[0]  # type: ignore[no-any-return]
+    return activated_by_magnitude(act, False, config.arch, inputs)[0]  # type: ignore[no-any-return]

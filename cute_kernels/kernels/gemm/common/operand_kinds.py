@@ -10,11 +10,12 @@ scales of rows those of squares.
 import dataclasses
 from typing import Literal
 
-from cute_kernels.capability import UnsupportedError, refuses
+from cute_kernels.capability import why_unsupported
 from cute_kernels.device.constants import DTYPE_BYTES
 from cute_kernels.formats import FP8, MXFP8, NVFP4, BlockScale, Format, FP8Block
 from cute_kernels.formats.base import FP8_ELEMENTS
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
+from cute_kernels.records import UnsupportedError
 
 #: Bytes of K that one instruction contracts.
 _INSTRUCTION_BYTES = 32
@@ -79,7 +80,7 @@ class OperandKind:
     fmt: Format | None = None
 
     def __post_init__(self) -> None:
-        if self.fmt is not None and (reason := refuses(self.fmt)):
+        if self.fmt is not None and (reason := why_unsupported(self.fmt)):
             raise UnsupportedError(
                 f"no grouped GEMM kernel multiplies operands of {self.name}: {reason}"
             )
@@ -117,7 +118,7 @@ class OperandKind:
     @property
     def level_factor(self) -> float | None:
         """What the second level of scales is multiplied by to decode; None without one."""
-        level = None if self.fmt is None else self.fmt.second_level
+        level = None if self.fmt is None else self.fmt.global_scale
         return None if level is None else level.factor
 
     @property
@@ -162,8 +163,8 @@ class OperandKind:
 
     @property
     def is_decodable(self) -> bool:
-        """Whether kernels decode codes, if there are any: ``Format.decodes_by``."""
-        return self.fmt is None or self.fmt.decodes_by is not None
+        """Whether kernels decode codes, if there are any: ``Format.decoder_kind``."""
+        return self.fmt is None or self.fmt.decoder_kind is not None
 
     @property
     def is_wgmma(self) -> bool:
@@ -204,7 +205,7 @@ OPERANDS = {
 
 def _facts(fmt: Format) -> tuple[object, ...]:
     """What a kernel sees of a format. Scales of squares in tiles are repeated for each row."""
-    level = fmt.second_level
+    level = fmt.global_scale
     copies = fmt.columnwise, fmt.k_multiple
     return fmt.element, fmt.scale, fmt.has_squares, None if level is None else level.factor, copies
 

@@ -10,7 +10,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Uint32, const_expr, cute, range_constexpr
 
-from cute_kernels.device.codecs import Level
+from cute_kernels.device.codecs import GlobalScaleRegisters
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits, select
 from cute_kernels.layout.slots import TILE_ROWS
@@ -104,7 +104,7 @@ class StagedBlocks(QuantizedRows):
 
         Or than a block, where all of it is looked at for its scale.
         """
-        own, least = len(words), self.block if self.codec.chooses_scales else self.per_word
+        own, least = len(words), self.block if self.codec.searches_scale else self.per_word
         while len(words) < least // 2:
             words = words + [
                 Uint32(cute.arch.shuffle_sync_bfly(word, offset=len(words) // own))
@@ -130,7 +130,13 @@ class StagedBlocks(QuantizedRows):
 
     @cute.jit
     def store_block(
-        self, tile: WorkTile, buffer: Int32, window: Window, slot: Int32, first: int, level: Level
+        self,
+        tile: WorkTile,
+        buffer: Int32,
+        window: Window,
+        slot: Int32,
+        first: int,
+        level: GlobalScaleRegisters,
     ) -> None:
         """Quantize rows from ``first`` on of which four warpgroups have a quarter each: a lane has
         one vector.

@@ -1,0 +1,86 @@
+"""Facts about the GPU architectures that kernels are written for.
+
+Code asks a fact, not a name: ``get_arch(arch).has_f32x2``. A port then adds a record here and the
+kernels that use its tensor cores.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Arch:
+    """GPU architecture: its instructions, its shared memory, and how kernels were tuned for it.
+
+    Attributes:
+        name: Architecture in the names of kernels, backends and configurations.
+        mma: Tensor core instructions of the GEMM kernels.
+        has_f32x2: Instructions add, multiply and fuse two fp32 numbers in a register pair.
+        has_three_input_max: An instruction returns the maximum of three fp32 magnitudes.
+        has_fp4_convert: Instructions round to E2M1 and decode it.
+        has_block_scaled_mma: Tensor cores apply block scales. Without it, kernels decode codes
+            that have block scales, and add the products of FP8 blocks in fp32 registers.
+        has_tma_gather: TMA loads rows by an index.
+        smem_bytes: Largest shared memory of a CTA, in bytes.
+        tuned_by: Source of the tuning decisions of the quantizers: times measured on a GPU, or
+            instruction counts of the emulator.
+        targets: Compiler targets that run these kernels.
+    """
+
+    name: str
+    mma: Literal["wgmma", "tcgen05"]
+    has_f32x2: bool
+    has_three_input_max: bool
+    has_fp4_convert: bool
+    has_block_scaled_mma: bool
+    has_tma_gather: bool
+    smem_bytes: int
+    tuned_by: Literal["time", "instruction_count"]
+    targets: tuple[str, ...]
+
+
+#: Records by name. A B300 (``sm_103a``) runs the kernels of ``sm_100a``, compiled for it.
+ARCHS: Mapping[str, Arch] = MappingProxyType(
+    {
+        arch.name: arch
+        for arch in (
+            Arch(
+                name="sm_90a",
+                mma="wgmma",
+                has_f32x2=False,
+                has_three_input_max=False,
+                has_fp4_convert=False,
+                has_block_scaled_mma=False,
+                has_tma_gather=False,
+                smem_bytes=227 * 1024,
+                tuned_by="time",
+                targets=("sm_90a",),
+            ),
+            Arch(
+                name="sm_100a",
+                mma="tcgen05",
+                has_f32x2=True,
+                has_three_input_max=True,
+                has_fp4_convert=True,
+                has_block_scaled_mma=True,
+                has_tma_gather=True,
+                smem_bytes=227 * 1024,
+                tuned_by="instruction_count",
+                targets=("sm_100a", "sm_103a"),
+            ),
+        )
+    }
+)
+
+
+def get_arch(name: str) -> Arch:
+    """Return the record of an architecture.
+
+    Raises:
+        ValueError: ``name`` is not one of ``ARCHS``.
+    """
+    if name not in ARCHS:
+        raise ValueError(f"arch must be one of {', '.join(ARCHS)}, got {name!r}")
+    return ARCHS[name]
