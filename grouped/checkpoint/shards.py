@@ -87,7 +87,7 @@ def fill(p: Any, read: Callable[[range | None], Tensor]) -> None:
     part.copy_(whole)
 
 
-def as_parameter(p: Any, part: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
+def make_parameter(p: Any, part: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
     """A parameter of this shape without a gradient of which this rank has ``part``, sharded as
     ``p``.
     """
@@ -98,7 +98,7 @@ def as_parameter(p: Any, part: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
     return nn.Parameter(part, requires_grad=False)
 
 
-def tell_owner(owner: Owner | None) -> None:
+def update_owner(owner: Owner | None) -> None:
     """Have FSDP2 use the parameter that its module has now, also after the first call."""
     manager = owner.manager if owner is not None else None
     if manager is None:
@@ -112,7 +112,7 @@ def tell_owner(owner: Owner | None) -> None:
     manager._init_extensions()
 
 
-def agree(tensors: Iterable[Any], has_error: bool) -> None:
+def raise_on_all_ranks(tensors: Iterable[Any], has_error: bool) -> None:
     """Raise ValueError on ranks without an error if another rank that shares one of these DTensors
     has one.
     """
