@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ownership import Owner
-from ..tensor.dtensor_parts import is_spread, local_part
+from ..tensor.dtensor_parts import is_distributed, local_part
 
 
 def local_rows(p: Any) -> range | None:
@@ -15,7 +15,7 @@ def local_rows(p: Any) -> range | None:
 
     Return None if the parameter is sharded along another dimension.
     """
-    if not is_spread(p):
+    if not is_distributed(p):
         return range(len(p)) if p.dim() else None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -27,7 +27,7 @@ def local_rows(p: Any) -> range | None:
 
 def check_can_fill(key: str, p: Any) -> None:
     """Raise ValueError if ranks have partial sums of ``p``, which no checkpoint determines."""
-    if is_spread(p) and any(placement.is_partial() for placement in p.placements):
+    if is_distributed(p) and any(placement.is_partial() for placement in p.placements):
         raise ValueError(
             f"{key} has the placements {p.placements}: partial sums of ranks cannot be loaded"
         )
@@ -42,7 +42,7 @@ def check_can_quantize(key: str, p: Any, shape: tuple[int, ...], owner: Owner | 
         shape: Shape of the quantized weight on all ranks.
         owner: Owner of the parameter, or None.
     """
-    if not is_spread(p):
+    if not is_distributed(p):
         return
     if local_rows(p) is None:
         raise ValueError(
@@ -85,7 +85,7 @@ def fill(p: Any, read: Callable[[range | None], Tensor]) -> None:
             target.copy_(read(None if len(rows) == len(p) else rows))
         return
     whole = read(None)
-    if is_spread(p):
+    if is_distributed(p):
         from torch.distributed.tensor import distribute_tensor
 
         whole = whole.to(target.device, target.dtype)
@@ -103,10 +103,10 @@ def make_parameter(p: Any, local: Tensor, shape: tuple[int, ...]) -> nn.Paramete
         local: This rank's part of the new parameter.
         shape: Shape on all ranks.
     """
-    if is_spread(p):
-        from ..functional.dtensor_ops import whole
+    if is_distributed(p):
+        from ..tensor.dtensor_parts import from_local_part
 
-        local = whole(local, p.device_mesh, p.placements, shape)
+        local = from_local_part(local, p.device_mesh, p.placements, shape)
     return nn.Parameter(local, requires_grad=False)
 
 
@@ -131,7 +131,7 @@ def raise_on_all_ranks(tensors: Iterable[Any], has_error: bool) -> None:
         tensors: Parameters of the module.
         has_error: True on a rank that raises an error of its own.
     """
-    meshes = list(dict.fromkeys(t.device_mesh for t in tensors if is_spread(t)))
+    meshes = list(dict.fromkeys(t.device_mesh for t in tensors if is_distributed(t)))
     if not meshes:
         return
     import torch.distributed as dist
