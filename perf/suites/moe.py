@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import grouped
 from cute_kernels import ops
-from grouped.functional.experts import Layer, Style, products
+from grouped.functional.experts import ExpertsOptions, Layer, products
 from grouped.functional.linear_passes import quantize_weight
 
 from ..cases import MODELS, MOE_OPTIONS
@@ -268,8 +268,10 @@ class ExpertsWork(LayerWork):
             quantize_weight(w, recipe, False) if weights_cached else None for w in self.weights
         ]
         up, down = (Layer([w], None, recipe, c) for w, c in zip(self.weights, copies, strict=True))
-        style = Style("swiglu", False, False, self.x.dtype)
-        return Step(lambda x: products(x, self.routed, (up, down), style)[0], self.tokens, None, ())
+        options = ExpertsOptions("swiglu", False, False, self.x.dtype)
+        return Step(
+            lambda x: products(x, self.routed, (up, down), options).y, self.tokens, None, ()
+        )
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
