@@ -43,7 +43,7 @@ def op_classes() -> dict[str, type[Op]]:
 
     classes = {
         cls.name: cls
-        for cls in subclasses(Op)
+        for cls in subclasses(Op)  # type: ignore[type-abstract]
         if "name" in vars(cls) and getattr(ops, cls.name, None) is cls.fast_call
     }
     return dict(sorted(classes.items()))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import grouped
-from grouped.parallel.expert_parallel import expert_capacity
+from grouped.parallel import expert_capacity
 from tests.helpers import assert_same_buffers, sample
 
 from .cases import (

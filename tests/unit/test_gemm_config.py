@@ -63,7 +63,7 @@ def test_operand_kinds_follow_element_and_scale():
         assert operand_of(fmt) is OPERANDS["nvfp4"]
     bounds = NVFP4(four_over_six=True, e4m3_max=448), NVFP4(four_over_six=True)
     kinds = [operand_of(fmt) for fmt in bounds]
-    assert [kind.level_factor for kind in kinds] == [1 / 2688, 1 / 1536]
+    assert [kind.global_scale_factor for kind in kinds] == [1 / 2688, 1 / 1536]
     assert kinds[0] is OPERANDS["nvfp4"]
     for fmt in (FP8(), FP8(scaling="delayed")):
         assert operand_of(fmt) is OPERANDS["fp8"]

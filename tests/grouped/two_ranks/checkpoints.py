@@ -207,7 +207,7 @@ def tensor_parallelism_refuses_quantized_weights():
         path = folder(name)
         if not name.startswith("plain"):
             moe = parallelize_module(mixture(2), world.mesh, ExpertTensorParallel())
-            assert_refused(moe, path, "cut between groups only")
+            assert_refused(moe, path, "between groups only")
 
 
 @check
