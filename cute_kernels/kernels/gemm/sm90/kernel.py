@@ -21,7 +21,13 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device.launch import env_stream
 
 from ..common.fakes import FakeArguments
-from ..common.loader import LoadWarp, StageLoad, TmaSource
+from ..common.loader import (
+    LoadWarp,
+    StageLoad,
+    TmaSource,
+    paired_sources,
+    source_attributes,
+)
 from ..common.operand_kinds import OPERANDS
 from ..common.output_store import EpilogueTensors, OutputStore, store_source
 from ..common.problem import Extents, GemmArguments
