@@ -42,7 +42,9 @@ _CHANGING_ENDS = [
 ]
 
 
-def harmless(names: Iterable[str], used: Iterable[str], patterns: Iterable[str] = ()) -> list[str]:
+def find_harmless(
+    names: Iterable[str], used: Iterable[str], patterns: Iterable[str] = ()
+) -> list[str]:
     """Return those of ``names`` that do not change what the weights ``used`` give.
 
     Args:
@@ -67,7 +69,7 @@ def harmless(names: Iterable[str], used: Iterable[str], patterns: Iterable[str] 
     return [name for name in names if is_harmless(name)]
 
 
-def changing(
+def find_result_changing(
     names: Iterable[str], used: Iterable[str], read: Callable[[str], Tensor]
 ) -> tuple[list[str], list[str]]:
     """Return those of ``names`` that belong to weights ``used``: those that change results, and

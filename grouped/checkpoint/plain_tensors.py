@@ -13,7 +13,7 @@ from cute_kernels.formats import Format
 from ..tensor.grouped_tensor import GroupedTensor
 
 
-class Parts(NamedTuple):
+class WeightTensors(NamedTuple):
     """A weight (N, K), or those of all experts (G, N, K).
 
     Attributes:
@@ -26,9 +26,9 @@ class Parts(NamedTuple):
     scales: Tensor
     amax: Tensor | None = None
 
-    def expert(self, group: int) -> "Parts":
+    def expert(self, group: int) -> "WeightTensors":
         """The weight of one expert."""
-        return Parts(
+        return WeightTensors(
             self.codes[group], self.scales[group], None if self.amax is None else self.amax[group]
         )
 
@@ -38,10 +38,10 @@ class Parts(NamedTuple):
         return GroupedTensor.from_parts(fmt, *one, dtype=torch.float32).dequantize()[0]  # type: ignore[arg-type]
 
 
-def parts_of(weight: GroupedTensor) -> Parts:
+def weight_tensors(weight: GroupedTensor) -> WeightTensors:
     """The parts of a weight (G, N, K)."""
     found = weight.to_parts()
-    return Parts(found["codes"], found["scales"], found.get("amax"))
+    return WeightTensors(found["codes"], found["scales"], found.get("amax"))
 
 
 def check_finite(name: str, weight: Tensor) -> None:
@@ -52,16 +52,16 @@ def check_finite(name: str, weight: Tensor) -> None:
         raise ValueError(f"{name} has a NaN or an infinity, and cannot be quantized")
 
 
-def quantized(weight: Tensor, fmt: Format, amax: Tensor | None = None) -> Parts:
+def quantize_weight(weight: Tensor, fmt: Format, amax: Tensor | None = None) -> WeightTensors:
     """Quantize a plain weight (G, N, K); amaxes (G,) may be given."""
-    return parts_of(grouped.quantize(weight.contiguous(), fmt, amax=amax))
+    return weight_tensors(grouped.quantize(weight.contiguous(), fmt, amax=amax))
 
 
-def stacked(parts: Sequence[Parts]) -> Parts:
+def stack_experts(parts: Sequence[WeightTensors]) -> WeightTensors:
     """Weights (N, K) as one (G, N, K)."""
     amaxes = [p.amax for p in parts if p.amax is not None]
     codes, scales = (_as_bytes(torch.stack, [p[i] for p in parts]) for i in range(2))  # type: ignore[misc]
-    return Parts(codes, scales, torch.stack(amaxes) if amaxes else None)
+    return WeightTensors(codes, scales, torch.stack(amaxes) if amaxes else None)
 
 
 def split_rows(t: Tensor, count: int, interleaved: bool) -> list[Tensor]:
@@ -74,7 +74,7 @@ def split_rows(t: Tensor, count: int, interleaved: bool) -> list[Tensor]:
     )
 
 
-def joined_rows(parts: Sequence[Tensor], interleaved: bool) -> Tensor:
+def join_rows(parts: Sequence[Tensor], interleaved: bool) -> Tensor:
     """Undo ``split_rows``."""
     dim = max(0, parts[0].dim() - 2)
     if interleaved:
@@ -82,16 +82,16 @@ def joined_rows(parts: Sequence[Tensor], interleaved: bool) -> Tensor:
     return _as_bytes(lambda raw: torch.cat(raw, dim), parts)
 
 
-def signal_to_noise(x: Tensor, parts: Parts, fmt: Format) -> float:
+def signal_to_noise(x: Tensor, parts: WeightTensors, fmt: Format) -> float:
     """The ratio in dB for a weight (N, K) and what was made of it."""
     noise = (x.double() - parts.decoded(fmt).double()).square().sum().item()
     ratio = math.inf if noise == 0 else x.double().square().sum().item() / noise
     return -math.inf if ratio == 0 else 10 * math.log10(ratio)
 
 
-def reconciled(
-    parts: Sequence[Parts], fmt: Format, interleaved: bool
-) -> tuple[Parts, float | None]:
+def reconcile(
+    parts: Sequence[WeightTensors], fmt: Format, interleaved: bool
+) -> tuple[WeightTensors, float | None]:
     """One weight of the projections of an expert.
 
     Projections that have the largest second level keep their bytes, the others are quantized again
@@ -106,23 +106,25 @@ def reconciled(
     if not amaxes:
         block = fmt.scale.vec_size if fmt.is_2d and fmt.scale is not None else 1
         if block > 1 and (interleaved or any(p.codes.shape[0] % block for p in parts[:-1])):
-            whole = joined_rows([p.decoded(fmt) for p in parts], interleaved)
-            made = quantized(whole[None], fmt).expert(0)
+            whole = join_rows([p.decoded(fmt) for p in parts], interleaved)
+            made = quantize_weight(whole[None], fmt).expert(0)
             return made, signal_to_noise(whole, made, fmt)
         return _joined(parts, None, interleaved), None
     amax, found, noise = torch.stack(amaxes).amax(), [], []
     for p in parts:
         if p.amax != amax:
             dense = p.decoded(fmt)
-            p = quantized(dense[None], fmt, amax[None]).expert(0)
+            p = quantize_weight(dense[None], fmt, amax[None]).expert(0)
             noise.append(signal_to_noise(dense, p, fmt))
         found.append(p)
     return _joined(found, amax, interleaved), min(noise, default=None)
 
 
-def _joined(parts: Sequence[Parts], amax: Tensor | None, interleaved: bool) -> Parts:
-    codes, scales = (joined_rows([p[i] for p in parts], interleaved) for i in range(2))  # type: ignore[misc]
-    return Parts(codes, scales, amax)
+def _joined(
+    parts: Sequence[WeightTensors], amax: Tensor | None, interleaved: bool
+) -> WeightTensors:
+    codes, scales = (join_rows([p[i] for p in parts], interleaved) for i in range(2))  # type: ignore[misc]
+    return WeightTensors(codes, scales, amax)
 
 
 def _as_bytes(join: Any, tensors: Sequence[Tensor]) -> Tensor:

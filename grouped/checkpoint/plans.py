@@ -28,14 +28,14 @@ class Plan(NamedTuple):
     stored: list[Stored]
     is_stacked: bool
 
-    def of_groups(self, groups: range | None) -> list[Stored]:
+    def select_groups(self, groups: range | None) -> list[Stored]:
         """The tensors that have these experts; all for None."""
         if self.is_stacked or groups is None:
             return self.stored
         count = len(self.weight.projections)
         return self.stored[groups.start * count : groups.stop * count]
 
-    def by_expert(self, items: list[T]) -> Iterator[list[T]]:
+    def split_by_expert(self, items: list[T]) -> Iterator[list[T]]:
         """Cut a list with an item for each projection into those of each expert."""
         count = len(self.weight.projections)
         return (items[i : i + count] for i in range(0, len(items), count))
@@ -102,7 +102,7 @@ def find_weight(weight: ExpertWeight, files: Reader, missing: list[str]) -> Plan
     return None
 
 
-def find_other(
+def find_plain_tensor(
     names: Sequence[str], target: Tensor, files: Reader, missing: list[str]
 ) -> tuple[Stored, list[str]]:
     """Find the tensors that one which is no expert's is loaded from, and further names of it that

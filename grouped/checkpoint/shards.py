@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ownership import Owner
-from ..tensor.dtensor_parts import is_spread, local_part
+from ..tensor.dtensor_parts import is_distributed, local_part
 
 
 def local_rows(p: Any) -> range | None:
@@ -15,7 +15,7 @@ def local_rows(p: Any) -> range | None:
 
     None if it is cut along another dimension.
     """
-    if not is_spread(p):
+    if not is_distributed(p):
         return range(len(p)) if p.dim() else None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -27,7 +27,7 @@ def local_rows(p: Any) -> range | None:
 
 def check_can_fill(key: str, p: Any) -> None:
     """Raise ValueError unless each rank's part of ``p`` follows from the whole."""
-    if is_spread(p) and any(placement.is_partial() for placement in p.placements):
+    if is_distributed(p) and any(placement.is_partial() for placement in p.placements):
         raise ValueError(
             f"{key} has the placements {p.placements}: the ranks' parts of a sum cannot be loaded"
         )
@@ -37,7 +37,7 @@ def check_can_quantize(key: str, p: Any, shape: tuple[int, ...], owner: Owner | 
     """Raise ValueError unless each rank can hold whole groups of ``p`` that are quantized, of this
     shape together.
     """
-    if not is_spread(p):
+    if not is_distributed(p):
         return
     if local_rows(p) is None:
         raise ValueError(
@@ -77,7 +77,7 @@ def fill(p: Any, read: Callable[[range | None], Tensor]) -> None:
             part.copy_(read(None if len(rows) == len(p) else rows))
         return
     whole = read(None)
-    if is_spread(p):
+    if is_distributed(p):
         from torch.distributed.tensor import distribute_tensor
 
         whole = whole.to(part.device, part.dtype)
@@ -87,18 +87,18 @@ def fill(p: Any, read: Callable[[range | None], Tensor]) -> None:
     part.copy_(whole)
 
 
-def as_parameter(p: Any, part: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
+def make_parameter(p: Any, part: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
     """A parameter of this shape without a gradient of which this rank has ``part``, sharded as
     ``p``.
     """
-    if is_spread(p):
-        from ..functional.dtensor_ops import whole
+    if is_distributed(p):
+        from ..tensor.dtensor_parts import from_local_part
 
-        part = whole(part, p.device_mesh, p.placements, shape)
+        part = from_local_part(part, p.device_mesh, p.placements, shape)
     return nn.Parameter(part, requires_grad=False)
 
 
-def tell_owner(owner: Owner | None) -> None:
+def update_owner(owner: Owner | None) -> None:
     """Have FSDP2 use the parameter that its module has now, also after the first call."""
     manager = owner.manager if owner is not None else None
     if manager is None:
@@ -112,11 +112,11 @@ def tell_owner(owner: Owner | None) -> None:
     manager._init_extensions()
 
 
-def agree(tensors: Iterable[Any], has_error: bool) -> None:
+def raise_on_all_ranks(tensors: Iterable[Any], has_error: bool) -> None:
     """Raise ValueError on ranks without an error if another rank that shares one of these DTensors
     has one.
     """
-    meshes = list(dict.fromkeys(t.device_mesh for t in tensors if is_spread(t)))
+    meshes = list(dict.fromkeys(t.device_mesh for t in tensors if is_distributed(t)))
     if not meshes:
         return
     import torch.distributed as dist

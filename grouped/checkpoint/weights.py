@@ -79,7 +79,7 @@ class ExpertWeight(NamedTuple):
             self.owner.is_transposed = False  # type: ignore[assignment]
 
 
-def renamed(name: str, rename: Mapping[str, str] | None) -> str:
+def rename_path(name: str, rename: Mapping[str, str] | None) -> str:
     """A name of a module as the checkpoint has it.
 
     Raises:
@@ -124,15 +124,15 @@ def expert_weights(
                 yield from _linear(
                     layer,
                     f"{name}.{key}",
-                    renamed(name, rename),
+                    rename_path(name, rename),
                     rows,
                     m.interleaved and len(rows) > 1,
                     f".{stacked}",
                 )
         elif isinstance(m, grouped.nn.GroupedLinear) and m not in inside:
-            yield from _linear(m, name, renamed(name, rename), ("",), False, "")
+            yield from _linear(m, name, rename_path(name, rename), ("",), False, "")
         elif is_foreign_experts(m):
-            yield from _of_transformers(m, name, renamed(name, rename))
+            yield from _of_transformers(m, name, rename_path(name, rename))
 
 
 def _linear(
@@ -180,12 +180,12 @@ def _of_transformers(experts: Any, name: str, path: str) -> Iterator[ExpertWeigh
                 )
 
 
-def state_of(module: nn.Module) -> dict[str, Tensor]:
+def untied_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Its state dict without second names of tied parameters, which files do not have."""
-    return {keys[0]: t for keys, t in named_state(module)}
+    return {keys[0]: t for keys, t in state_dict_with_aliases(module)}
 
 
-def named_state(module: nn.Module) -> list[tuple[list[str], Tensor]]:
+def state_dict_with_aliases(module: nn.Module) -> list[tuple[list[str], Tensor]]:
     """The tensors of its state dict, each with all of its names: tied parameters have several."""
     names: dict[int, tuple[list[str], Tensor]] = {}
     for key, t in module.state_dict(keep_vars=True).items():

@@ -10,12 +10,12 @@ from grouped import recipes
 from tests.helpers import (
     BF16,
     I32,
-    ends,
+    offs_tensor,
 )
 
 from .cases import EVERY_FORMAT
 
-OFFS = ends(4, 4, 9)
+OFFS = offs_tensor(4, 4, 9)
 X = torch.zeros(9, 64, dtype=BF16)
 W = torch.zeros(3, 32, 64, dtype=BF16)
 SQUARE = torch.zeros(3, 64, 64, dtype=BF16)

@@ -13,7 +13,7 @@ from tests.helpers import (
     assert_same_buffers,
     assert_same_bytes,
     sample,
-    saved,
+    save_and_load,
 )
 
 from .cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
@@ -48,7 +48,7 @@ def has_parts(fmt, ragged, layout):
 )
 def test_from_parts_restores_the_tensor(fmt, ragged, layout):
     q = quantized(fmt, ragged)
-    read = saved({name: t.clone() for name, t in q.to_parts(layout).items()})
+    read = save_and_load({name: t.clone() for name, t in q.to_parts(layout).items()})
     restored = GroupedTensor.from_parts(
         formats.parse(fmt.text), **read, layout=layout, dtype=q.dtype
     )

@@ -15,8 +15,8 @@ from tests.helpers import (
     assert_all_same,
     assert_same_bytes,
     end_rows,
+    forward_backward,
     sample,
-    step,
 )
 
 from .cases import ALL_RECIPES, FP8_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter, close
@@ -79,7 +79,7 @@ def test_against_one_linear_per_expert(splits, recipe):
     want = expected(layer, x, ends, dy)
     x[ends[-1] :] = torch.nan
     dy[ends[-1] :] = torch.nan
-    y, dx, *gradients = step(layer, x, dy, torch.tensor(ends))
+    y, dx, *gradients = forward_backward(layer, x, dy, torch.tensor(ends))
     if not layer.single_parameter:
         gradients = [
             torch.stack(gradients[i : i + len(splits)])
@@ -119,7 +119,7 @@ def compare_dtypes(recipe, dtype, parameters):
     layer = make_layer(recipe, dtype=parameters)
     x, dy = torch.randn(31, K, dtype=dtype), torch.randn(31, N, dtype=dtype)
     tolerance = {BF16: 1e-2, F16: 2e-3, F32: 1e-5}
-    got, dtypes = step(layer, x, dy, ends), [dtype, dtype, parameters, parameters]
+    got, dtypes = forward_backward(layer, x, dy, ends), [dtype, dtype, parameters, parameters]
     assert [t.dtype for t in got] == dtypes
     if recipe.is_quantized or dtype != F16:
         for t, want, output_dtype in zip(got, expected(layer, x, ends, dy), dtypes, strict=True):
@@ -311,7 +311,7 @@ def test_unsuitable_quantized_weights_are_refused(make, error, match):
 def test_bf16_activations_with_a_quantized_weight():
     layer = quantized_layer(RECIPES["bf16"])
     x, dy = sample(40, K), sample(40, N)
-    y, dx, dw, _ = step(layer, x, dy, ENDS)
+    y, dx, dw, _ = forward_backward(layer, x, dy, ENDS)
     got, vjp = torch.func.vjp(lambda x: layer(x, ENDS), x)
     assert_all_same((got, *vjp(dy)), (y, dx))
     options = {"offs": ENDS, "out_dtype": BF16}

@@ -12,12 +12,19 @@ from torch.utils.checkpoint import checkpoint
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, assert_all_same, assert_same_bytes, ends, sample, step
+from tests.helpers import (
+    BF16,
+    assert_all_same,
+    assert_same_bytes,
+    forward_backward,
+    offs_tensor,
+    sample,
+)
 
 from .cases import ALL_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT, OpCounter, weights_quantized
 
 K, N = 64, 96
-OFFS = ends(13, 13, 35)
+OFFS = offs_tensor(13, 13, 35)
 
 
 def make_layer(recipe, **options):
@@ -25,7 +32,7 @@ def make_layer(recipe, **options):
 
 
 def gradients(module, x, dy, function=None):
-    return step(module, x, dy, OFFS, function=function)
+    return forward_backward(module, x, dy, OFFS, function=function)
 
 
 def saved_and_loaded(program):
@@ -232,12 +239,12 @@ def test_backward_through_an_exported_module(recipe, single, strict):
     exported = saved_and_loaded(program)
     assert [str(node.target) for node in program.graph.nodes].count("grouped.experts.default") == 1
     x, dy = sample(77, K), sample(77, K)
-    offs = ends(30, 30, 70)
+    offs = offs_tensor(30, 30, 70)
     for is_trained in (True, False):
         results = []
         for module in (mlp, exported):
             module.requires_grad_(is_trained)
-            results.append(step(module, x, dy, offs))
+            results.append(forward_backward(module, x, dy, offs))
         assert_all_same(*results)
 
 

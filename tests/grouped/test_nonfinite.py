@@ -9,7 +9,7 @@ from torch import nn
 import cute_kernels
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, assert_all_same, sample, step, whole_graph
+from tests.helpers import BF16, assert_all_same, compile_full_graph, forward_backward, sample
 
 from .cases import FP8_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT
 
@@ -44,8 +44,8 @@ def run(recipe, operand, value=torch.nan, single=True, compiled=False):
         target = {"x": x[3], "dy": dy[3], "weight": weight[2, 3] if single else weight[3]}[operand]
         with torch.no_grad():
             target[5] = value
-    function = whole_graph(layer) if compiled else None
-    y, dx, *gradients = step(layer, x, dy, torch.tensor(ENDS), function=function)
+    function = compile_full_graph(layer) if compiled else None
+    y, dx, *gradients = forward_backward(layer, x, dy, torch.tensor(ENDS), function=function)
     return y, dx, torch.stack(gradients[: 1 if single else 3]).view(3, N, K)
 
 
@@ -231,7 +231,7 @@ REPORTS = {
 def test_reports_name_layer_and_operand(name, operand, compiled):
     """A report stays when good batches follow; NaN in the tails is ignored."""
     mlp = make_mlp(dataclasses.replace(RECIPES[name], propagate_nonfinite=False))
-    function = whole_graph(mlp) if compiled else mlp
+    function = compile_full_graph(mlp) if compiled else mlp
     with grouped.inspect.detect_nonfinite(mlp) as detector:
         if operand == "weight":
             break_weight(mlp)
@@ -283,6 +283,7 @@ def test_detection_of_the_layers_of_a_model():
     assert detector.report() == {"GroupedLinear": ("input",)}
 
 
+@pytest.mark.compile
 def test_a_compiled_layer_needs_the_model():
     layer = GroupedLinear(3, K, N, recipe=RECIPES["nvfp4"])
     function = torch.compile(layer, fullgraph=True, backend="eager")

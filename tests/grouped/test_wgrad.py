@@ -15,9 +15,9 @@ from tests.helpers import (
     I32,
     assert_same_buffers,
     assert_same_bytes,
+    compile_full_graph,
     each_copy,
     sample,
-    whole_graph,
 )
 
 from .cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
@@ -350,6 +350,7 @@ OPTIONS = ({"fuse_wgrad_accumulation": True}, {"delay_wgrad": True})
 OPTION_NAMES = ("fused", "delayed")
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("options", OPTIONS, ids=OPTION_NAMES)
 def test_compiled_layers_break_the_graph(options, x, dy, fresh_dynamo):
     recipe, offs = NVFP4, torch.tensor(ENDS)
@@ -365,13 +366,14 @@ def test_compiled_layers_break_the_graph(options, x, dy, fresh_dynamo):
     assert_same_bytes(main_grads(layer), main_grads(eager))
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("options", OPTIONS, ids=OPTION_NAMES)
 def test_one_graph_exports_and_transforms_raise(options, x, fresh_dynamo):
     layer, offs = make_layer(NVFP4, **options), torch.tensor(ENDS)
     give_main_grads(layer)
     message = "trains in eager mode only"
     with pytest.raises(Exception, match=message):
-        whole_graph(layer)(x, offs)
+        compile_full_graph(layer)(x, offs)
     for strict in (True, False):
         with pytest.raises(Exception, match=message):
             torch.export.export(layer, (x, offs), strict=strict)
@@ -379,10 +381,11 @@ def test_one_graph_exports_and_transforms_raise(options, x, fresh_dynamo):
         torch.func.grad(lambda x: layer(x, offs).sum())(x)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("options", OPTIONS, ids=OPTION_NAMES)
 def test_one_graph_without_gradients_of_parameters(options, x, dy, fresh_dynamo):
     layer, offs = make_layer(NVFP4, **options), torch.tensor(ENDS)
-    eager, graph = make_layer(NVFP4, **options), whole_graph(layer)
+    eager, graph = make_layer(NVFP4, **options), compile_full_graph(layer)
     with torch.no_grad():
         assert_same_bytes(graph(x, offs), eager(x, offs))
     layer.requires_grad_(False)

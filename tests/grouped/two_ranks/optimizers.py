@@ -18,7 +18,7 @@ from cute_kernels import backend
 from grouped import recipes
 from grouped.parallel.expert_parallel import ExpertParallel, ExpertTensorParallel
 from tests.grouped.cases import assert_same_tensor
-from tests.helpers import BF16, assert_same_bytes, seeded
+from tests.helpers import BF16, assert_same_bytes, seeded_generator
 
 from .models import (
     OFFS,
@@ -178,7 +178,7 @@ def clipping_over_several_meshes():
             fully_shard(model[1].experts, mesh=mesh["dp"])
             fully_shard(model, mesh=mesh["dp", "ep"]._flatten("all"))
         for p, q in zip(model.parameters(), single.parameters(), strict=True):
-            q.grad = torch.randn(q.shape, generator=seeded(q.numel())).bfloat16()
+            q.grad = torch.randn(q.shape, generator=seeded_generator(q.numel())).bfloat16()
             p.grad = q.grad.clone()
             if isinstance(p, DTensor):
                 p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements, src_data_rank=None)

@@ -10,9 +10,9 @@ from cute_kernels.device.activation_curves import activated_by_magnitude
 from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.ptx import asm, asm_volatile
 
+from .config import GemmConfig
 from .operand_kinds import DTYPE_BYTES
 from .output_store import VECTOR_BYTES, EpilogueTensors, out_offset
-from .problem import GemmConfig
 
 
 def load_if(
@@ -103,7 +103,7 @@ class Window(NamedTuple):
             cols, narrow = 2 * cols, col // 2
         starts: list[Any] = []
         if z is not None:
-            starts = [narrow, narrow + out.shape[2]] if config.pairs_rows else [col]
+            starts = [narrow, narrow + out.shape[2]] if config.interleaves_halves else [col]
         targets = [Target.of(config, z, group, row, start) for start in starts]
         return cls(
             Target.of(config, out, group, row, narrow // config.per_element),

@@ -10,11 +10,12 @@ scales of rows those of squares.
 import dataclasses
 from typing import Literal
 
-from cute_kernels.capability import UnsupportedError, why_unsupported
+from cute_kernels.capability import why_unsupported
 from cute_kernels.device.constants import DTYPE_BYTES
 from cute_kernels.formats import FP8, MXFP8, NVFP4, BlockScale, Format, FP8Block
 from cute_kernels.formats.base import FP8_ELEMENTS
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
+from cute_kernels.records import UnsupportedError
 
 #: Bytes of K that one instruction contracts.
 _INSTRUCTION_BYTES = 32
@@ -115,7 +116,7 @@ class OperandKind:
         return 0 if self.scale is None else self.scale.vec_size
 
     @property
-    def level_factor(self) -> float | None:
+    def global_scale_factor(self) -> float | None:
         """What the second level of scales is multiplied by to decode; None without one."""
         level = None if self.fmt is None else self.fmt.global_scale
         return None if level is None else level.factor

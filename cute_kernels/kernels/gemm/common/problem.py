@@ -19,24 +19,13 @@ Two words: the *tail* is what a buffer has after the rows of its last group; the
 group is *partial* if the group's rows do not fill it.
 """
 
-import abc
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
-
-from cute_kernels.capability import Support, why_result_unsupported
-from cute_kernels.formats import Format, parse
-from cute_kernels.formats.activations import Activation, parse_activation
-from cute_kernels.layout.shapes import SF_TILE_ROWS, ceil_div
-
-from .operand_kinds import DTYPE_BYTES, OPERANDS, OperandKind, operand_of
+from typing import Any, Literal, NamedTuple
 
 #: N of every output must be a multiple of this: 16 bytes of the narrowest output type.
 N_ALIGN = 8
-#: Columns of a quantized output with fp32 block scales: those of a column of them.
-QUANTIZED_COLS = 128
 #: Rows of a buffer whose groups bound K, at most: TMA addresses them in a mode of this extent.
 RAGGED_ROWS = 2**30
-_MAX_INT32 = 2**31 - 1
 
 GemmGrouping = Literal["m_grouped", "k_grouped"]
 
@@ -68,7 +57,7 @@ class TileShape:
 
 
 @dataclass(frozen=True)
-class RowPart:
+class RowRange:
     """The row tiles of an m_grouped product that one kernel takes, where several share it.
 
     A group is cut into tiles of ``chunk`` rows and one of what is left. Every tile is taken by the
@@ -77,10 +66,10 @@ class RowPart:
     ``follows`` another starts on the SMs that are done with that one.
     """
 
-    chunk: int
-    least: int
-    most: int
-    follows: bool = False
+    chunk_rows: int
+    min_rows: int
+    max_rows: int
+    is_later: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,9 +112,9 @@ class GemmArguments(NamedTuple):
         num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
         z: (T, N), where the output has what an activation makes of it, if it is kept.
         out_scales: block scales of a quantized output, see ``FakeArguments``.
-        out_level: (G,) fp32, the amaxes that those are relative to, of a format with a second
+        out_global_scale: (G,) fp32, the amaxes that those are relative to, of a format with a second
             level.
-        counter: (1,) int32, 0 before a launch and after it, of one that ``mixes_groups``.
+        counter: (1,) int32, 0 before a launch and after it, of one that ``uses_dynamic_scheduling``.
     """
 
     a: Any
@@ -142,11 +131,11 @@ class GemmArguments(NamedTuple):
     num_sms: Any
     z: Any = None
     out_scales: Any = None
-    out_level: Any = None
+    out_global_scale: Any = None
     counter: Any = None
 
-    def in_order(self, config: "GemmConfig") -> tuple[Any, Any, Any, Any]:
-        if config.tile.swap_ab:
+    def in_order(self, swap_ab: bool) -> tuple[Any, Any, Any, Any]:
+        if swap_ab:
             return self.b, self.a, self.b_scales, self.a_scales
         return self.a, self.b, self.a_scales, self.b_scales
 
@@ -161,313 +150,3 @@ class Extents(NamedTuple):
     m: Any
     n: Any
     k: Any
-
-
-@dataclass(frozen=True)
-class GemmConfig(abc.ABC):
-    """One variant of the grouped GEMM: what it computes, and how an architecture tiles it.
-
-    Attributes:
-        operand: name of the operand kind, see ``OPERANDS``; of A's where B is of another one,
-            ``b_operand``.
-        row_scaled: the second level of A is one amax per row instead of one per group.
-        bias_dtype: dtype of a (G, N) bias, None without one.
-        has_alpha: one fp32 factor a group.
-        transpose_b: B of an m_grouped product is (G, K, N) instead of (G, N, K).
-        pow2_scales: fp32 block scales of both operands are powers of two.
-        gathered: rows of operand N, of A or in a k_grouped product of B, are read by an index.
-        activation: what rows go through, rounded to ``out_dtype``, on their way to the output.
-        interleaved: rows of B for the two inputs of a gated one alternate; otherwise they are
-            halves, whose rows a tile has by turns.
-        keeps_z: what goes into the activation is stored, too, with columns as B has rows.
-        quantizes_to: text of the format that the activation's result, rounded to ``out_dtype``,
-            is quantized to, rowwise: then the output is codes and block scales, whose rows
-            lie in slots.
-    """
-
-    operand: str
-    grouping: GemmGrouping = "m_grouped"
-    out_dtype: str = "bfloat16"
-    row_scaled: bool = False
-    bias_dtype: str | None = None
-    has_alpha: bool = False
-    accumulate: bool = False
-    transpose_b: bool = False
-    zero_tail: bool = False
-    tile: TileShape = TileShape(128, 128)
-    b_operand: str | None = None
-    pow2_scales: bool = False
-    gathered: bool = False
-    activation: str | None = None
-    interleaved: bool = False
-    keeps_z: bool = False
-    quantizes_to: str | None = None
-
-    #: What it runs on.
-    arch: ClassVar[str]
-    #: The class of the kernel, which the runtime imports.
-    kernel: ClassVar[str]
-    #: The tiles that an architecture's kernel is built for.
-    tile_shapes: ClassVar[tuple[TileShape, ...]]
-    #: Blocks of output that an epilogue stages by turns.
-    num_store_stage: ClassVar[int] = 2
-    #: Tiles that the scheduler is ahead.
-    num_sched_stage: ClassVar[int] = 4
-
-    def __post_init__(self) -> None:
-        tables: dict[str, dict[str, Any]] = {"operand": OPERANDS, "out_dtype": DTYPE_BYTES}
-        optional: dict[str, dict[str, Any]] = {"b_operand": OPERANDS, "bias_dtype": DTYPE_BYTES}
-        for name, known in (tables | optional).items():
-            value = getattr(self, name)
-            if value not in known and (name in tables or value is not None):
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-        if not (self.is_alike or self.decoded_to is not None and self.grouping == "m_grouped"):
-            raise ValueError(f"{self.operand} is not multiplied by {self.b_operand}")
-        if self.grouping not in ("m_grouped", "k_grouped"):
-            raise ValueError(f"grouping must be m_grouped or k_grouped, got {self.grouping!r}")
-        if self.tile not in self.tile_shapes:
-            raise ValueError(f"tile must be one of tile_shapes, got {self.tile}")
-        if self.row_scaled and (self.kind.level_factor is None or self.grouping == "k_grouped"):
-            raise ValueError(
-                "row_scaled needs operands of an m_grouped product with a second level"
-            )
-        if self.bias_dtype is not None and self.grouping == "k_grouped":
-            raise ValueError("a k_grouped product takes no bias")
-        if self.zero_tail and (self.grouping == "k_grouped" or self.accumulate):
-            raise ValueError("zero_tail needs an m_grouped product that does not accumulate")
-        if self.transpose_b and (self.b_kind.is_transposed or self.grouping == "k_grouped"):
-            raise ValueError(
-                "transpose_b needs an m_grouped product of operands without a transposed copy"
-            )
-        if self.pow2_scales and not self.kind.has_row_scales:
-            raise ValueError(f"{self.operand} has no fp32 block scales")
-        if self.gathered and (
-            self.kind.fmt is not None or self.b_kind.fmt is not None and self.decoded_to is None
-        ):
-            raise ValueError("rows by an index are those of plain operands")
-        if self.kind.has_squares and self.b_kind.has_squares:
-            raise ValueError("one operand must have a scale for each row")
-        if self.activation is not None and (
-            self.grouping == "k_grouped" or self.accumulate or self.transpose_b
-        ):
-            raise ValueError(
-                "activation needs an m_grouped product without accumulate and transpose_b"
-            )
-        if self.keeps_z and self.activation is None or self.interleaved and not self.is_gated:
-            raise ValueError("keeps_z needs an activation, and interleaved a gated one")
-        if self.quantizes_to is not None and (self.activation is None or self.keeps_z):
-            raise ValueError("quantizes_to needs an activation, and z is not kept")
-        if self.result is not None and (
-            reason := why_result_unsupported("grouped_gemm", self.result, self.arch)
-        ):
-            raise ValueError(f"quantizes_to: {reason}")
-        if reason := self.refuses(self.tile):
-            raise ValueError(f"this product cannot have the tile {self.tile}: {reason}")
-
-    @classmethod
-    @abc.abstractmethod
-    def any_tile(cls, grouping: GemmGrouping) -> TileShape:
-        """A tile that every product of a grouping may have."""
-
-    @abc.abstractmethod
-    def refuses(self, tile: Any) -> str:
-        """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
-
-    @property
-    def rows_taken(self) -> RowPart:
-        """The row tiles of an m_grouped product that this kernel takes: all, as a rule."""
-        return RowPart(self.tile.rows, 0, self.tile.rows)
-
-    @property
-    def mixes_groups(self) -> bool:
-        """Whether tiles of groups of several row tiles and of one are multiplied by turns, by a
-        ``counter``.
-        """
-        return False
-
-    @property
-    def spreads_rows(self) -> bool:
-        """Whether the row tiles of a group have equally many rows; otherwise all but the last are
-        full.
-        """
-        return False
-
-    def parts(
-        self, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
-    ) -> "tuple[GemmConfig, ...]":
-        """The kernels that share a product among them, in the order in which they run."""
-        return (self,)
-
-    def takes(self, tile: TileShape) -> bool:
-        """Whether this configuration means something with another tile of ``tile_shapes``."""
-        return not self.refuses(tile)
-
-    def may_choose(self, tile: TileShape) -> bool:
-        return self.takes(tile)
-
-    def has_blocks(self, tile: Any) -> bool:
-        """Whether a tile of ``tile_shapes`` has whole blocks of what the output is quantized to, if
-        it is.
-        """
-        return self.quantizes_to is None
-
-    @abc.abstractmethod
-    def estimated_cycles(
-        self, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
-    ) -> float:
-        """What a call costs, by a model of time; ``bandwidth`` as in ``choose_config``."""
-
-    @property
-    def kind(self) -> OperandKind:
-        return OPERANDS[self.operand]
-
-    @property
-    def b_kind(self) -> OperandKind:
-        return OPERANDS[self.b_operand or self.operand]
-
-    @property
-    def act(self) -> Activation | None:
-        return None if self.activation is None else parse_activation(self.activation)
-
-    @property
-    def result(self) -> Format | None:
-        return None if self.quantizes_to is None else parse(self.quantizes_to)
-
-    @property
-    def per_element(self) -> int:
-        """Columns of the result that an element of the output has: codes of a byte."""
-        return 1 if self.result is None else self.result.element.per_byte
-
-    @property
-    def is_gated(self) -> bool:
-        return self.act is not None and self.act.is_gated
-
-    @property
-    def pairs_rows(self) -> bool:
-        """Whether row 2 i + h of a tile of B is row i of half h."""
-        return self.is_gated and not self.interleaved
-
-    @property
-    def pairs_scales(self) -> bool:
-        """Whether a kernel before this one puts block scales of B into that order."""
-        return False
-
-    @property
-    def is_alike(self) -> bool:
-        """Whether both operands have elements of one width and the same block scales."""
-        return (self.kind.bits, self.kind.scale) == (self.b_kind.bits, self.b_kind.scale)
-
-    @property
-    def decoded_to(self) -> OperandKind | None:
-        """What codes are decoded to: a plain A's kind, bf16 beside codes of a byte; None if not."""
-        if self.b_kind.fmt is None or self.is_alike:
-            return None
-        if self.kind.fmt is None:
-            return self.kind
-        return OPERANDS["bfloat16"] if self.b_kind.bits < self.kind.bits else None
-
-    @property
-    def m_kind(self) -> OperandKind:
-        return self.b_kind if self.tile.swap_ab else self.kind
-
-    @property
-    def n_kind(self) -> OperandKind:
-        return self.kind if self.tile.swap_ab else self.b_kind
-
-    @property
-    def instruction_k(self) -> int:
-        return self.kind.instruction_k
-
-    @property
-    @abc.abstractmethod
-    def k_blocks(self) -> int:
-        """Instructions along K for one stage of shared memory."""
-
-    @property
-    def ragged_k(self) -> bool:
-        """Whether K begins and ends at any row; otherwise it starts at a slot or at 0."""
-        return self.grouping == "k_grouped" and not self.kind.has_slots
-
-    @property
-    def takes_scale_tiles(self) -> bool:
-        """Whether fp32 block scales come as tiles of E8M0."""
-        return False
-
-    @property
-    def loads_row_scales(self) -> bool:
-        """Whether the kernel reads fp32 block scales of A."""
-        return self.kind.has_row_scales and not self.takes_scale_tiles
-
-    @property
-    def mn_major(self) -> tuple[bool, bool]:
-        """Whether operands M and N are contiguous along M and N instead of along K."""
-        a = self.grouping == "k_grouped" and not self.kind.is_transposed
-        b = a or self.transpose_b
-        return (b, a) if self.tile.swap_ab else (a, b)
-
-    @property
-    def writes_zeros(self) -> bool:
-        """Whether there are tiles of which nothing is multiplied."""
-        return self.zero_tail or self.grouping == "k_grouped" and not self.accumulate
-
-    def can_implement(self, problem: GemmProblem) -> Support:
-        """Whether the kernel takes ``problem``: the one statement of its constraints."""
-        mine = (self.operand, self.grouping, self.out_dtype)
-        asked = (problem.operand, problem.grouping, problem.out_dtype)
-        if asked != mine:
-            return Support(False, f"compiled for {' '.join(mine)}, not {' '.join(asked)}")
-        if problem.groups < 1 or problem.rows < 1:
-            return Support(False, "needs at least one group and one row")
-        align = N_ALIGN * (1 + self.is_gated)
-        if problem.n < 1 or problem.n % align:
-            return Support(False, f"N must be a positive multiple of {align}, got {problem.n}")
-        width = problem.n // (1 + self.is_gated)
-        if (
-            self.result is not None
-            and operand_of(self.result).has_row_scales
-            and width % QUANTIZED_COLS
-        ):
-            return Support(
-                False,
-                f"a result in {self.quantizes_to} has whole {QUANTIZED_COLS} columns, got {width}",
-            )
-        if not self.has_blocks(self.tile):
-            return Support(
-                False,
-                f"no whole blocks of {self.quantizes_to} after {self.activation} in {self.tile}",
-            )
-        if self.pairs_rows and self.b_kind.is_block_scaled and not self.pairs_scales:
-            if self.b_kind.has_row_scales and not self.b_kind.has_squares:
-                return Support(
-                    False,
-                    "fp32 block scales of B's single rows are not taken by turns: interleave B",
-                )
-            if problem.n % (2 * SF_TILE_ROWS):
-                return Support(
-                    False,
-                    f"halves of B must have whole {SF_TILE_ROWS} rows beside block scales: interleave B",
-                )
-        if self.grouping == "m_grouped":
-            align = max(self.kind.k_align, self.b_kind.k_align)
-            if problem.k < 1 or problem.k % align:
-                return Support(False, f"K must be a positive multiple of {align}, got {problem.k}")
-        else:
-            # Rows of elements, or of their scales, that TMA can address.
-            align = N_ALIGN if self.mn_major[0] or self.loads_row_scales else 1
-            if problem.m < 1 or problem.m % align:
-                return Support(
-                    False, f"columns of A must be a positive multiple of {align}, got {problem.m}"
-                )
-            if self.ragged_k and problem.rows > RAGGED_ROWS:
-                return Support(False, f"at most 2^30 rows, got {problem.rows}")
-        if self._num_tiles(problem) > _MAX_INT32:
-            return Support(False, "more than 2^31 - 1 tiles")
-        return Support(True)
-
-    def _num_tiles(self, problem: GemmProblem) -> int:
-        """At most this many tiles, whatever the groups."""
-        cols = ceil_div(problem.n, self.tile.cols)
-        if self.grouping == "m_grouped":
-            groups = problem.groups + self.zero_tail
-            return (problem.rows // self.tile.rows + groups) * cols
-        return problem.groups * ceil_div(problem.m, self.tile.rows) * cols
