@@ -7,9 +7,9 @@ works.
 
 import importlib.util
 
-from . import emulator
+from . import emulator  # noqa: F401 - an alias of ptx_emulator
 
-__all__ = ["__version__", "emulator"]
+__all__ = ["__version__"]
 
 #: pyproject.toml takes it from here.
 __version__ = "0.1.0"
@@ -17,8 +17,9 @@ __version__ = "0.1.0"
 if importlib.util.find_spec("torch") is not None:
     from cute_kernels import ops
 
-    from .capability import UnsupportedError, support
+    from .capability import support
     from .layout.prepack import prepack, unpack
+    from .records import UnsupportedError
     from .runtime.aot import precompile
     from .runtime.backend import Backend, active_backend, backend
 

@@ -82,6 +82,7 @@ _EMULATED_ONLY: dict[tuple[str, str | None], tuple[str, ...]] = {
 _GEMMS = ("grouped_gemm", "grouped_gemm_w4a16", "grouped_gemm_w4a8")
 #: Reference backends that accumulate like the tensor cores of an architecture.
 _TENSOR_CORE_BACKENDS = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
+_NEEDS_BYTES = "it multiplies 8-bit activations by 4-bit weights"
 #: Ops that take groups whose last dimensions differ.
 _SHAPED_GROUP_OPS = ("grouped_quantize", "grouped_dequantize")
 #: Ops that apply an activation to their input or to their result.
@@ -204,22 +205,27 @@ def _why_format_unsupported(op: str, fmt: Format | None) -> str:
     """Return why no architecture runs ``op`` for ``fmt``; empty if one does."""
     if fmt is None:
         return "" if (op, None) in _RUNS else f"{op} needs a format"
-    kind = type(fmt).__name__
-    if all(name != fmt.name for _, name in _RUNS):
-        return f"{kind} is not built yet"
-    if op == "grouped_gemm_w4a8" and fmt.element.bits != 8:
-        return "it multiplies 8-bit activations by 4-bit weights"
     if (op, fmt.name) not in _RUNS:
-        takes_formats = any(key[0] == op and key[1] is not None for key in _RUNS)
-        return (
-            f"no {op} of {kind} yet" if takes_formats else f"{op} takes plain tensors, not {kind}"
-        )
+        return _why_format_missing(op, fmt)
+    if op == "grouped_gemm_w4a8" and fmt.element.bits != 8:
+        return _NEEDS_BYTES
     scale = fmt.global_scale
     if op in _GIVEN_SCALE_OPS and scale is not None and not fmt.has_given_scale:
         return f"{fmt} computes the scales of each tensor; {op} needs scales that the caller gives"
     if op == "grouped_gemm_w4a16" and scale is not None and scale.per == "row":
         return "weights have one global scale per group"
     return ""
+
+
+def _why_format_missing(op: str, fmt: Format) -> str:
+    """Return why the table has no entry of ``op`` and ``fmt``."""
+    kind = type(fmt).__name__
+    if all(name != fmt.name for _, name in _RUNS):
+        return f"{kind} is not built yet"
+    if op == "grouped_gemm_w4a8" and fmt.element.bits != 8:
+        return _NEEDS_BYTES
+    takes_formats = any(key[0] == op and key[1] is not None for key in _RUNS)
+    return f"no {op} of {kind} yet" if takes_formats else f"{op} takes plain tensors, not {kind}"
 
 
 def _why_arch_unsupported(op: str, fmt: Format | None, arch: str) -> str:

@@ -19,11 +19,11 @@ import torch
 from torch.distributed import ProcessGroup
 
 from cute_kernels import formats
-from cute_kernels.capability import UnsupportedError, support
+from cute_kernels.capability import support
 from cute_kernels.formats import E5M2, Format
 from cute_kernels.ops.delayed_scaling.op import ALGORITHMS, check_margin
 from cute_kernels.ops.format_pairs import check_pair, check_transforms
-from cute_kernels.records import check_choice
+from cute_kernels.records import UnsupportedError, check_choice
 
 from .tensor.validation import check_format, check_size
 

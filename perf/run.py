@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.capability import UnsupportedError
+from cute_kernels.records import UnsupportedError
 
 from .contender import Contender, Task
 from .measure import Meter

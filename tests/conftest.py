@@ -1,4 +1,4 @@
-"""Seeds every test, on one thread; hypothesis draws the same examples on every run."""
+"""Settings of all tests: seed, one thread, repeatable Hypothesis examples, markers and skips."""
 
 import hashlib
 import importlib.util
@@ -10,8 +10,8 @@ import hypothesis
 import pytest
 import torch
 
+import ptx_emulator
 from cute_kernels.capability import UnsupportedError
-from ptx_emulator import BuildError
 from tests.helpers import has_compiler
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
@@ -19,7 +19,10 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def inductor_cache():
-    """Compiled graphs for these sources: its keys do not see what ops do inside."""
+    """Return a cache folder for graphs of these sources.
+
+    Inductor's own keys do not depend on the implementation of our ops.
+    """
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for package in ("cute_kernels", "grouped"):
@@ -30,11 +33,11 @@ def inductor_cache():
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", inductor_cache())
 
-# The tensors of tests are small: more threads would only wait for each other.
+# The tensors of tests are small, so more threads would only wait for each other.
 torch.set_num_threads(1)
 
 
-def _required_markers(item):
+def _implied_markers(item):
     """Yield the markers that a test's folder, fixtures and parameters imply."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     names_emulator = any(
@@ -44,7 +47,9 @@ def _required_markers(item):
     is_kernel_test = Path(__file__).with_name("kernels") in item.path.parents
     if names_emulator or "engine" in item.fixturenames or (is_kernel_test and not runs_on_gpu):
         yield "emulated"
-    if "fresh_dynamo" in item.fixturenames:
+    if parameters.get("compiled") in (True, "inside", "outside"):
+        yield "compile"
+    if parameters.get("mode") == "compiled":
         yield "compile"
     if runs_on_gpu:
         yield "gpu"
@@ -54,7 +59,7 @@ def _required_markers(item):
 def pytest_collection_modifyitems(items):
     """Mark the tests whose folder, fixtures or parameters tell what they need."""
     for item in items:
-        for name in _required_markers(item):
+        for name in _implied_markers(item):
             item.add_marker(name)
 
 
@@ -63,9 +68,27 @@ def seed():
     torch.manual_seed(0)
 
 
+def _emulated_instructions():
+    """Return the number of instructions that the emulator has run since ``reset_stats``."""
+    is_loaded = ptx_emulator.engine.library.cache_info().currsize > 0
+    return ptx_emulator.stats()["warp_insns"] if is_loaded else 0
+
+
+@pytest.fixture(autouse=True)
+def check_emulated_marker(request):
+    """Fail a test that launches kernels on the emulator without the marker ``emulated``."""
+    if request.node.get_closest_marker("emulated") is not None:
+        yield
+        return
+    if _emulated_instructions():
+        ptx_emulator.reset_stats()
+    yield
+    assert not _emulated_instructions(), "runs on the emulator: needs pytest.mark.emulated"
+
+
 @pytest.fixture
 def garbage():
-    """Fresh memory holds NaN."""
+    """Fill fresh memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -80,12 +103,10 @@ def fresh_dynamo():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Skip what needs the emulator where there is no compiler to build it, or the CuTe DSL where
-    there is none.
-    """
+    """Skip tests that need the emulator without a compiler, or the CuTe DSL without it."""
     try:
         return (yield)
-    except BuildError as error:
+    except ptx_emulator.BuildError as error:
         if has_compiler():
             raise
         pytest.skip(str(error))
@@ -97,7 +118,7 @@ def pytest_runtest_call(item):
 
 @pytest.fixture
 def comparable(monkeypatch):
-    """opcheck compares what an op must not change; PyTorch cannot compare numbers of FP8."""
+    """Let opcheck compare FP8 tensors, which ``torch.allclose`` cannot."""
     allclose = torch.allclose
 
     def compare(a, b, *args, **options):

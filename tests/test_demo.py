@@ -15,7 +15,7 @@ from grouped.demo import report
 from grouped.demo.data import Corpus, load_corpus, sample_batch, unigram_entropy
 from grouped.demo.model import LanguageModel, ModelConfig
 from grouped.demo.train import TrainConfig
-from tests.helpers import U8, seeded
+from tests.helpers import U8, seeded_generator
 
 RECIPES = ("BF16", "NVFP4", "NVFP4RowScaled")
 STEPS = 3
@@ -173,7 +173,7 @@ def test_unigram_entropy():
 def test_batches():
     corpus = load_corpus()
     assert len(corpus.held_out) == pytest.approx(len(corpus.train) / 9, rel=0.1)
-    inputs, targets = sample_batch(corpus.train, 5, 7, seeded(0))
+    inputs, targets = sample_batch(corpus.train, 5, 7, seeded_generator(0))
     assert inputs.shape == targets.shape == (5, 7)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     text = bytes(corpus.train.tolist())
@@ -184,7 +184,7 @@ def test_batches():
     # The longest context leaves room for one target.
     short = Corpus(*[torch.arange(4, dtype=U8)] * 2)
     short.check_context(3)
-    assert sample_batch(short.train, 1, 3, seeded(0))[1].tolist() == [[1, 2, 3]]
+    assert sample_batch(short.train, 1, 3, seeded_generator(0))[1].tolist() == [[1, 2, 3]]
     with pytest.raises(ValueError, match="less than the 4 bytes of text, got 4"):
         short.check_context(4)
 

@@ -104,6 +104,7 @@ def test_blocks_run(page, tmp_path, monkeypatch):
     CHECKS.get(page, lambda **names: None)(**names)
 
 
+@pytest.mark.emulated
 def test_the_emulated_example_gives_the_bits_of_a_tensor_core():
     names = {"cute_kernels": cute_kernels}
     first, *_, emulated = PAGES["README.md"]

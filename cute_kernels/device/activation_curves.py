@@ -41,8 +41,8 @@ class _CurveValue(NamedTuple):
 
     Attributes:
         value: f(x).
-        slope: a function that emits the instructions of f'(x); only gradients call it.
-        factor: the number that x, or min(x, limit), is multiplied with to give f(x); None for
+        slope: A function that emits the instructions of f'(x); only gradients call it.
+        factor: The number that x, or min(x, limit), is multiplied with to give f(x); None for
             curves without such a factor.
     """
 
@@ -137,8 +137,8 @@ class _CurveFamily(NamedTuple):
     """The PTX of a family of curves, see ``cute_kernels.formats.activations.Curve``.
 
     Attributes:
-        formula: emits a curve: (builder, activation, x, quick, sigmoid or None) -> _CurveValue.
-        has_sigmoid: there is a faster formula for moderate arguments, and callers may pass the
+        formula: Emits a curve: (builder, activation, x, quick, sigmoid or None) -> _CurveValue.
+        has_sigmoid: There is a faster formula for moderate arguments, and callers may pass the
             sigmoid.
         has_factor: f(x) is a multiple of x, so bf16 inputs can look the factor up in a table.
     """
@@ -162,7 +162,7 @@ def _curve(
     """Emit the curve of an activation.
 
     Raises:
-        UnsupportedError: kernels have no formula for the curve of ``act``.
+        UnsupportedError: Kernels have no formula for the curve of ``act``.
     """
     return formula_of(act, CURVE_FAMILIES).formula(t, act, x, quick, s)
 
@@ -174,7 +174,7 @@ def quick_bound(act: Activation) -> float | None:
         None for curves without a sigmoid.
 
     Raises:
-        UnsupportedError: kernels have no formula for the curve of ``act``.
+        UnsupportedError: Kernels have no formula for the curve of ``act``.
     """
     if not formula_of(act, CURVE_FAMILIES).has_sigmoid:
         return None
@@ -233,14 +233,14 @@ def activated(
     """Compute an activation, or its gradient, in fp32.
 
     Args:
-        act: the activation.
-        is_gradient: compute the gradient of the input instead of the activation.
+        act: The activation.
+        is_gradient: Compute the gradient of the input instead of the activation.
         arch: ``"sm_90a"`` or ``"sm_100a"``.
-        inputs: lists of equal length: x, or A and B of a gated activation; then, for gradients,
+        inputs: Lists of equal length: x, or A and B of a gated activation; then, for gradients,
             the gradient of the result; then, with ``has_sigmoid``, the sigmoids.
-        quick: no x or A exceeds ``quick_bound`` in magnitude, except NaN.
-        with_value: for gradients, also compute the activation.
-        has_sigmoid: the caller passes the sigmoids as the last input.
+        quick: No x or A exceeds ``quick_bound`` in magnitude, except NaN.
+        with_value: For gradients, also compute the activation.
+        has_sigmoid: The caller passes the sigmoids as the last input.
 
     Returns:
         Lists as long as the inputs: the gradients (of A, then of B, if gated), then the values.
@@ -320,12 +320,12 @@ class FactorTable:
     which is 0.5. Larger magnitudes use the factor of the largest entry, which is 0 or 1.
 
     Attributes:
-        act: the activation.
-        alpha: the factor of the sigmoid's argument.
-        lowest_exponent: the lowest exponent in the table. alpha times numbers below it is at most
+        act: The activation.
+        alpha: The factor of the sigmoid's argument.
+        lowest_exponent: The lowest exponent in the table. alpha times numbers below it is at most
             2^-25.
-        begin: bits of the first bf16 number in the table.
-        end: bits of the first bf16 number behind the table.
+        begin: Bits of the first bf16 number in the table.
+        end: Bits of the first bf16 number behind the table.
     """
 
     def __init__(self, act: Activation):
@@ -340,7 +340,7 @@ class FactorTable:
         """Return the table of an activation, or None if inputs of ``dtype`` have none.
 
         Raises:
-            UnsupportedError: kernels have no formula for the curve of ``act``.
+            UnsupportedError: Kernels have no formula for the curve of ``act``.
         """
         if not formula_of(act, CURVE_FAMILIES).has_factor or dtype != "bfloat16":
             return None
@@ -354,9 +354,9 @@ class FactorTable:
         """Write the table to shared memory and synchronize the threads that write it.
 
         Args:
-            address: shared-memory address of the table, ``TABLE_BYTES`` bytes.
-            thread: index of the calling thread among ``num_threads``.
-            num_threads: threads that call this function.
+            address: Shared-memory address of the table, ``TABLE_BYTES`` bytes.
+            thread: Index of the calling thread among ``num_threads``.
+            num_threads: Threads that call this function.
         """
         size = TABLE_BYTES // 8
         for i in cutlass.range(thread, 2 * size, num_threads, unroll=1):
@@ -374,8 +374,8 @@ class FactorTable:
         """Compute ``activated`` by table lookup.
 
         Args:
-            inputs: words of two bf16 each: of x, or of A and of B.
-            address: shared-memory address of the table, below 2^15.
+            inputs: Words of two bf16 each: of x, or of A and of B.
+            address: Shared-memory address of the table, below 2^15.
 
         Returns:
             fp32 numbers, two per word of x or A.
@@ -433,12 +433,12 @@ def weighted_gradient(
     """Compute ``moe_activate_gradient`` for neighbouring elements of one row.
 
     Args:
-        act: the activation.
-        config: the kernel's configuration; ``arch`` and ``dtype`` are used.
+        act: The activation.
+        config: The kernel's configuration; ``arch`` and ``dtype`` are used.
         inputs: x, or A and B of a gated activation, as fp32.
-        grad: the gradient of the weighted result, as many fp32 numbers.
-        p: the routing weight of the row.
-        factors: factors of x or A from a ``FactorTable``, or None to compute them.
+        grad: The gradient of the weighted result, as many fp32 numbers.
+        p: The routing weight of the row.
+        factors: Factors of x or A from a ``FactorTable``, or None to compute them.
 
     Returns:
         The gradients of the inputs; p times the values, which are rounded to ``config.dtype``

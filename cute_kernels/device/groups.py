@@ -37,22 +37,22 @@ def group_start(offs: cute.Tensor, group: Int32, num_rows: Int32) -> Int32:
 
 
 @dataclasses.dataclass(frozen=True)
-class Grouping:
+class GroupCursor:
     """How the rows of a matrix fall into groups; a trace-time object.
 
-    ``offs`` are (G,) int32 end rows, or None for uniform groups of ``rows_each`` rows; ``num_rows``
+    ``offs`` are (G,) int32 end rows, or None for uniform groups of ``rows_per_group`` rows; ``num_rows``
     is T, those of the buffer.
     """
 
     offs: cute.Tensor | None
     num_groups: Int32
     num_rows: Int32
-    rows_each: Int32
+    rows_per_group: Int32
 
     @classmethod
-    def of(
+    def from_tensors(
         cls, x: cute.Tensor, offs: cute.Tensor | None, index: cute.Tensor | None = None
-    ) -> "Grouping":
+    ) -> "GroupCursor":
         """The grouping of ``x``: (T, K) with offs, or (G, N, K) without; or of its rows by an
         index.
         """
@@ -60,34 +60,34 @@ class Grouping:
             return cls(None, x.shape[0], x.shape[0] * x.shape[1], x.shape[1])
         return cls(offs, offs.shape[0], (x if index is None else index).shape[0], Int32(0))
 
-    def tiles_each(self) -> Int32:
-        return (self.rows_each + (TILE_ROWS - 1)) // TILE_ROWS
+    def tiles_per_group(self) -> Int32:
+        return (self.rows_per_group + (TILE_ROWS - 1)) // TILE_ROWS
 
     def num_tiles(self) -> Int32:
         if self.offs is None:
-            return self.num_groups * self.tiles_each()
+            return self.num_groups * self.tiles_per_group()
         return self.num_rows // TILE_ROWS + self.num_groups
 
-    def tiles_to_last(self) -> Int32:
+    def used_tiles(self) -> Int32:
         """At least the slot tiles up to the last that holds rows; ``num_tiles()`` at most."""
         if self.offs is None:
             return self.num_tiles()
-        return self.last_row() // TILE_ROWS + self.num_groups
+        return self.end_row() // TILE_ROWS + self.num_groups
 
-    def holds(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
-        """What slot tile ``tile`` holds, one before ``tiles_to_last()``.
+    def locate(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
+        """What slot tile ``tile`` holds, one before ``used_tiles()``.
 
         Returns:
             Its group, the matrix row of its first row, and how many rows it holds, at most 128;
             not above 0 if none.
         """
         if self.offs is None:
-            return _seek_uniform(self.rows_each, self.tiles_each(), tile)[1:]
-        return _holds_ragged(self.offs, self.num_groups, self.num_rows, tile)
+            return _seek_uniform(self.rows_per_group, self.tiles_per_group(), tile)[1:]
+        return _locate_ragged(self.offs, self.num_groups, self.num_rows, tile)
 
-    def holds_together(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
+    def locate_in_warp(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
         """``holds`` of one tile for all lanes of a warp, of ragged groups."""
-        return _holds_together(self.offs, self.num_groups, self.num_rows, tile)
+        return _locate_in_warp(self.offs, self.num_groups, self.num_rows, tile)
 
     def seek(self, tile: Int32, hint: Int32) -> tuple[Int32, Int32, Int32, Int32]:
         """The first slot tile at or after ``tile`` that holds rows, and what it holds.
@@ -99,33 +99,33 @@ class Grouping:
             to 128. Past the last group the tile is ``num_tiles()`` and the rest means nothing.
         """
         if self.offs is None:
-            return _seek_uniform(self.rows_each, self.tiles_each(), tile)
+            return _seek_uniform(self.rows_per_group, self.tiles_per_group(), tile)
         return _seek_ragged(self.offs, self.num_groups, self.num_rows, tile, hint)
 
-    def span(self, group: Int32) -> tuple[Int32, Int32, Int32]:
+    def tile_span(self, group: Int32) -> tuple[Int32, Int32, Int32]:
         """The first tile of a group, its first row and the row after its last."""
         if self.offs is None:
-            start = group * self.rows_each
-            return group * self.tiles_each(), start, start + self.rows_each
+            start = group * self.rows_per_group
+            return group * self.tiles_per_group(), start, start + self.rows_per_group
         start = group_start(self.offs, group, self.num_rows)
         end = group_end(self.offs, group, self.num_rows)
         return start // TILE_ROWS + group, start, end
 
-    def last_row(self) -> Int32:
+    def end_row(self) -> Int32:
         """The end of the last group; the rows from there on are the tail."""
         if self.offs is None:
             return self.num_rows
         return group_end(self.offs, self.num_groups - 1, self.num_rows)
 
-    def holding(self, row: Int32, hint: Int32) -> tuple[Int32, Int32]:
+    def group_of_row(self, row: Int32, hint: Int32) -> tuple[Int32, Int32]:
         """The group that holds ``row``, one before ``last_row()``, and the group's end row.
 
         ``hint`` is a group that is not after that one, such as 0.
         """
         if self.offs is None:
-            group = row // self.rows_each
-            return group, (group + 1) * self.rows_each
-        return _holding_ragged(self.offs, self.num_groups, self.num_rows, row, hint)
+            group = row // self.rows_per_group
+            return group, (group + 1) * self.rows_per_group
+        return _group_of_ragged_row(self.offs, self.num_groups, self.num_rows, row, hint)
 
     def local_tile(self, tile: Int32, group: Int32) -> Int32:
         """Where a tile lies among the tiles that one transposed matrix holds side by side.
@@ -133,22 +133,22 @@ class Grouping:
         Ragged groups share one matrix; each uniform group has its own.
         """
         if self.offs is None:
-            return tile - group * self.tiles_each()
+            return tile - group * self.tiles_per_group()
         return tile
 
 
 @cute.jit
 def _seek_uniform(
-    rows_each: Int32, tiles_each: Int32, tile: Int32
+    rows_per_group: Int32, tiles_per_group: Int32, tile: Int32
 ) -> tuple[Int32, Int32, Int32, Int32]:
-    group = tile // tiles_each
-    first = (tile - group * tiles_each) * TILE_ROWS
-    count = cutlass.min(rows_each - first, Int32(TILE_ROWS))
-    return tile, group, group * rows_each + first, count
+    group = tile // tiles_per_group
+    first = (tile - group * tiles_per_group) * TILE_ROWS
+    count = cutlass.min(rows_per_group - first, Int32(TILE_ROWS))
+    return tile, group, group * rows_per_group + first, count
 
 
 @cute.jit
-def _starts_by(
+def _starts_at_or_before(
     offs: cute.Tensor, num_groups: Int32, num_rows: Int32, group: Int32, tile: Int32
 ) -> Boolean:
     """Whether ``group`` exists and its first slot tile is at or before ``tile``."""
@@ -166,13 +166,13 @@ def _seek_ragged(
     # walks tiles in order pays one or two probes a tile.
     group = hint
     step = Int32(1)
-    while _starts_by(offs, num_groups, num_rows, group + step, tile):
+    while _starts_at_or_before(offs, num_groups, num_rows, group + step, tile):
         group += step
         step += step
     high = cutlass.min(group + step, num_groups)
     while high - group > 1:
         middle = (group + high) // 2
-        if _starts_by(offs, num_groups, num_rows, middle, tile):
+        if _starts_at_or_before(offs, num_groups, num_rows, middle, tile):
             group = middle
         else:
             high = middle
@@ -200,7 +200,7 @@ def _seek_ragged(
 
 
 @cute.jit
-def _holds_ragged(
+def _locate_ragged(
     offs: cute.Tensor, num_groups: Int32, num_rows: Int32, tile: Int32
 ) -> tuple[Int32, Int32, Int32]:
     group, high = Int32(0), num_groups
@@ -210,14 +210,14 @@ def _holds_ragged(
             group = middle
         else:
             high = middle
-    return _held(offs, num_rows, group, tile)
+    return _tile_of_group(offs, num_rows, group, tile)
 
 
 @cute.jit
-def _holds_together(
+def _locate_in_warp(
     offs: cute.Tensor, num_groups: Int32, num_rows: Int32, tile: Int32
 ) -> tuple[Int32, Int32, Int32]:
-    # As ``_holds_ragged``, but lanes look at 32 groups between the ends.
+    # As ``_locate_ragged``, but lanes look at 32 groups between the ends.
     group, high = Int32(0), num_groups
     while high - group > 1:
         step = (high - group + WARP_SIZE) // (WARP_SIZE + 1)
@@ -227,11 +227,11 @@ def _holds_together(
             is_before = group_end(offs, middle - 1, num_rows) // TILE_ROWS + middle <= tile
         group += cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) * step
         high = cutlass.min(group + step, high)
-    return _held(offs, num_rows, group, tile)
+    return _tile_of_group(offs, num_rows, group, tile)
 
 
 @cute.jit
-def _held(
+def _tile_of_group(
     offs: cute.Tensor, num_rows: Int32, group: Int32, tile: Int32
 ) -> tuple[Int32, Int32, Int32]:
     start = group_start(offs, group, num_rows)
@@ -259,7 +259,7 @@ def next_item(item: Int32, step: Int32, tile: Int32, per_tile: Int32) -> Int32:
 
 
 @cute.jit
-def _holding_ragged(
+def _group_of_ragged_row(
     offs: cute.Tensor, num_groups: Int32, num_rows: Int32, row: Int32, hint: Int32
 ) -> tuple[Int32, Int32]:
     # The first group that ends after the row.

@@ -11,7 +11,7 @@ from cutlass import Int64, Uint32, cute
 from .ptx import asm
 
 #: Elements of a block.
-DRAWN = 16
+RNG_BLOCK = 16
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 7
@@ -39,7 +39,7 @@ def seed_of(seed: cute.Tensor, columnwise: bool, before: Int64 | None) -> Seed:
     return Seed(keys, high ^ keys[0], low, last ^ keys[1], before)
 
 
-def draw_block(seed: Seed, block: Int64) -> list[Uint32]:
+def random_block(seed: Seed, block: Int64) -> list[Uint32]:
     """The bytes of the 16 elements of a block in four words, the first in the lowest bits."""
     number = _words(block if seed.before is None else block + seed.before)
     high, low = _product(number[0], _MULTIPLIERS[0])

@@ -22,8 +22,8 @@ class PtxNumber:
     """One number or a pair of numbers in registers.
 
     Attributes:
-        packed: the register that holds the number or the pair, or None if there is none yet.
-        scalars: one register per number, or None if there are none yet.
+        packed: The register that holds the number or the pair, or None if there is none yet.
+        scalars: One register per number, or None if there are none yet.
     """
 
     def __init__(self, packed: str | None = None, scalars: Sequence[str] | None = None):
@@ -41,9 +41,9 @@ class PtxBuilder:
     constants that the builder collects.
 
     Args:
-        width: numbers per instruction, 1 or 2.
-        num_operands: inputs of the inline assembly.
-        num_results: results of the inline assembly.
+        width: Numbers per instruction, 1 or 2.
+        num_operands: Inputs of the inline assembly.
+        num_results: Results of the inline assembly.
     """
 
     def __init__(self, width: int, num_operands: int, num_results: int):
@@ -158,8 +158,8 @@ def apply_formula(formula: Callable[..., PtxNumber], *numbers: Float32) -> Float
     """Evaluate ``formula(builder, *numbers)`` for single fp32 numbers.
 
     Args:
-        formula: a function of a ``PtxBuilder`` and as many ``PtxNumber`` as there are numbers.
-        numbers: fp32 scalars.
+        formula: A function of a ``PtxBuilder`` and as many ``PtxNumber`` as there are numbers.
+        numbers: Fp32 scalars.
 
     Returns:
         The fp32 scalar that the formula computes.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..kernels.moe.choose import choose_gather_config
 from ..kernels.moe.config import GatherConfig, SpreadConfig
 from ..runtime.launch import Launcher
 from .arguments import dense, readable
@@ -29,7 +30,8 @@ def gatherer(
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], None]:
     """What writes the rows of a matrix like ``x`` that an index names: (x, index, inverse, out)."""
     spreads = by_token(inverse) and x.numel() * x.itemsize >= _MANY_BYTES
-    config = (SpreadConfig if spreads else GatherConfig).choose(x.shape[1] * x.itemsize)
+    config_class = SpreadConfig if spreads else GatherConfig
+    config = choose_gather_config(x.shape[1] * x.itemsize, config_class)
     kernel = launch.kernel(config)
     kind = torch.int16 if config.width == 2 else torch.int32
     # One row may have any stride, which a view of another dtype asks to be whole.

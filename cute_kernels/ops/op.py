@@ -126,10 +126,7 @@ class Op(abc.ABC):
 
         The builder is the one that ``launched_by`` registered for this class or its nearest base.
         """
-        for cls in type(self).__mro__:
-            if cls in _BUILDERS:
-                return _BUILDERS[cls](self, launch)
-        raise AssertionError(f"the capability table lists kernels that {self.name} does not have")
+        return builder_of(type(self))(self, launch)
 
     def require(self, backend: Backend) -> None:
         """Raise UnsupportedError if the backend does not run this call."""
@@ -218,6 +215,14 @@ def launched_by(cls: type[Op]) -> Callable[[L], L]:
         return build
 
     return register_builder
+
+
+def builder_of(cls: type[Op]) -> Launchable:
+    """Return the builder that ``launched_by`` registered for an op class or its nearest base."""
+    for base in cls.__mro__:
+        if base in _BUILDERS:
+            return _BUILDERS[base]
+    raise AssertionError(f"the capability table lists kernels that {cls.name} does not have")
 
 
 def _run_nothing(op: Op, outputs: Sequence[Tensor | None], **options: Any) -> None:

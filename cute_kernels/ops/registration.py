@@ -218,6 +218,8 @@ def _fast_call(cls: type[Op]) -> Callable[..., Any]:
 
     def fast_call(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
+            if torch.compiler.is_compiling():  # Dynamo cannot trace dataclasses.fields.
+                return dispatched(*args, **kwargs)
             args = _as_positional(cls, args, kwargs)
         if needs_dispatcher(args):
             return dispatched(*args)

@@ -19,7 +19,7 @@ from concurrent import futures
 
 import torch
 
-from ..capability import UnsupportedError
+from ..records import UnsupportedError
 from .arch import Architecture, architecture, device_architecture
 from .cache import cache_key, default_cache
 from .compile import compile_kernel, is_on_disk

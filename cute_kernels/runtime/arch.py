@@ -6,7 +6,7 @@ import functools
 import torch
 
 from ..arch import ARCHS
-from ..capability import UnsupportedError
+from ..records import UnsupportedError
 
 #: Names of the architectures of ``ARCHS`` by compiler target.
 TARGETS = {target: arch.name for arch in ARCHS.values() for target in arch.targets}

@@ -23,7 +23,8 @@ import torch
 
 from ptx_emulator.host.settings import boolean
 
-from ..capability import ARCHITECTURES, UnsupportedError
+from ..capability import ARCHITECTURES
+from ..records import UnsupportedError
 from .arch import device_architecture
 
 _REFERENCE = "reference:"

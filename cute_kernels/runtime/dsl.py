@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from ..capability import UnsupportedError
+from ..records import UnsupportedError
 
 _INSTALL_HINT = "pip install 'grouped-kernels[cutedsl]'"
 

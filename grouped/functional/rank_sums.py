@@ -1,4 +1,4 @@
-"""Sums over the ranks of a process group, in fp32, as functions that autograd knows."""
+"""Differentiable fp32 sums over the ranks of a process group."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _collectives = torch.ops._c10d_functional
 
 
 def sum_over(x: Tensor, group: str) -> Tensor:
-    """The sum of ``x`` over the ranks of ``group``, added in fp32 and rounded to its dtype."""
+    """Return the fp32 sum of ``x`` over the ranks of ``group``, rounded to the dtype of ``x``."""
     out: Tensor = _collectives.wait_tensor(
         _collectives.all_reduce(x.float().contiguous(), "sum", group)
     )
@@ -17,7 +17,7 @@ def sum_over(x: Tensor, group: str) -> Tensor:
 
 
 class SummedGradient(torch.autograd.Function):
-    """``x`` as it is; its gradient is the sum of the ranks' gradients."""
+    """Passes ``x`` through; its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -32,7 +32,7 @@ class SummedGradient(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """``sum_over``; each rank's gradient is that of the sum."""
+    """Sums over the ranks; the gradient on each rank is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:

@@ -73,7 +73,7 @@ class GroupedLinear(debug.Watched):
     one that is assigned after ``fully_shard``, which raises ValueError.
 
     Of a parameter that is a DTensor a call uses this rank's part, as ``to_local()`` gives it:
-    sharded along its groups, ``offs`` are those of the rank's groups. ``grouped.distributed`` does
+    sharded along its groups, ``offs`` are those of the rank's groups. ``grouped.parallel`` does
     that.
 
     Raises:

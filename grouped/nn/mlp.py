@@ -86,7 +86,7 @@ class GroupedMLP(nn.Module):
         self.interleaved = interleaved
         check_width("hidden_size", hidden_size, recipe)
         check_width("intermediate_size", intermediate_size, recipe)
-        #: What runs the experts where they are spread over processes: ``grouped.distributed``.
+        #: What runs the experts where they are spread over processes: ``grouped.parallel``.
         self.exchange: Any = None
         linear = functools.partial(
             GroupedLinear,
@@ -184,15 +184,15 @@ class GroupedMLP(nn.Module):
         routing: Routing | InPlace,
         is_first_microbatch: bool | None,
         style: Style,
-        meanwhile: Callable[[], object] | None = None,
+        overlapped_work: Callable[[], object] | None = None,
     ) -> Tensor:
         """``grouped.functional.experts.experts`` with both layers, or ``exchange``, which takes what it does,
-        and ``meanwhile``.
+        and ``overlapped_work``.
         """
         layers = self.layers(rows, weights, is_first_microbatch)
         if self.exchange is None:
             return experts(rows, weights, routing, *layers, style)
-        return self.exchange(rows, weights, routing, *layers, style, meanwhile)
+        return self.exchange(rows, weights, routing, *layers, style, overlapped_work)
 
     def layers(
         self, rows: Tensor, weights: Tensor | None, is_first_microbatch: bool | None

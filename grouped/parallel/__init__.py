@@ -1,7 +1,14 @@
-"""Experts distributed over processes: expert parallelism and expert tensor parallelism."""
+"""Experts distributed over ranks: expert parallelism, tensor parallelism, gradient clipping."""
 
 from .capacity import expert_capacity
 from .clip_gradients import clip_grad_norm_
+from .exchange import Exchange
 from .expert_parallel import ExpertParallel, ExpertTensorParallel
 
-__all__ = ["ExpertParallel", "ExpertTensorParallel", "clip_grad_norm_", "expert_capacity"]
+__all__ = [
+    "Exchange",
+    "ExpertParallel",
+    "ExpertTensorParallel",
+    "clip_grad_norm_",
+    "expert_capacity",
+]

@@ -1,7 +1,4 @@
-"""Rows that ranks reserve for each other:
-
-``capacity`` of ``grouped.distributed.ExpertParallel``.
-"""
+"""The ``capacity`` of ``ExpertParallel``: rows that ranks reserve for each other."""
 
 import math
 
@@ -10,8 +7,8 @@ from cute_kernels.records import check_kind
 from ..tensor.validation import check_size
 
 
-def as_capacity(capacity: object) -> tuple[int, int] | None:
-    """Pairs and tokens of ``ExpertParallel``'s argument."""
+def parse_capacity(capacity: object) -> tuple[int, int] | None:
+    """Return the argument ``capacity`` of ``ExpertParallel`` as (pairs, tokens), or None."""
     if capacity is None:
         return None
     numbers = (capacity, capacity) if isinstance(capacity, int) else capacity
@@ -29,26 +26,24 @@ def as_capacity(capacity: object) -> tuple[int, int] | None:
 def expert_capacity(
     num_tokens: int, top_k: int, num_experts: int, num_ranks: int, slack: float = 1.25
 ) -> tuple[int, int]:
-    """``capacity`` of ``ExpertParallel``: what a rank sends to each rank if routing is even, times
-    ``slack``.
+    """Return a ``capacity`` for ``ExpertParallel``: an even share per rank, times ``slack``.
 
     Args:
         num_tokens: T, tokens of a rank in a call.
-        top_k: k, experts of each token.
-        num_experts: E, of the whole mixture.
+        top_k: k, experts per token.
+        num_experts: E, experts of the whole layer.
         num_ranks: R, ranks of the mesh.
-        slack: how much more than an even share is taken, at least 1.
+        slack: factor above an even share, at least 1.
 
     Returns:
-        (pairs, tokens): T k / R pairs of a token and an expert; and the tokens that have at
-        least one of their k different experts among the E / R of a rank, T (1 - C(E - E / R, k)
-        / C(E, k)). Both are times ``slack``, rounded up, and at most what drops nothing, (T
-        min(k, E / R), T).
+        (pairs, tokens). Even routing sends T k / R pairs of a token and an expert to each rank. It
+        sends T (1 - C(E - E / R, k) / C(E, k)) tokens, those with at least one of their k experts
+        among the E / R of the rank. Both are multiplied by ``slack``, rounded up, and limited to
+        (T min(k, E / R), T), which drops nothing.
 
     Raises:
-        TypeError: a number of another kind.
-        ValueError: sizes that are not positive, that the ranks do not divide, or a slack below
-            1.
+        TypeError: a number has another type.
+        ValueError: a size is not positive, the ranks do not divide E, or slack is below 1.
     """
     for name, size in (("num_tokens", num_tokens), ("top_k", top_k), ("num_ranks", num_ranks)):
         check_size(name, size)

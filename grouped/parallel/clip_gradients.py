@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` of parameters that lie on several meshes, or on none."""
+"""Gradient clipping of parameters on several meshes, or on none."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,43 +17,43 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` of plain parameters and of DTensors of any meshes,
-    together.
+    """Clip plain parameters and DTensors of any meshes together by the norm of all gradients.
 
-    PyTorch's function refuses a mixture of them. The norm is that of the whole model: a sharded
-    gradient counts with all its shards, and a plain one once, as it is the same on all ranks after
-    data parallelism has summed it.
+    ``torch.nn.utils.clip_grad_norm_`` raises for a mixture of them. The norm is that of the whole
+    model: a sharded gradient counts with all its shards. A plain gradient counts once, since it is
+    equal on all ranks after data parallelism has summed it.
 
     Args:
         parameters: parameters whose ``grad`` is scaled in place.
-        max_norm: largest norm that is left alone.
-        norm_type: p of the norm; ``math.inf`` for the largest magnitude.
-        error_if_nonfinite: raise if the norm is NaN or infinite, which reads it on the host.
-        foreach: as of PyTorch's function.
+        max_norm: largest norm that is not scaled.
+        norm_type: order of the norm; ``math.inf`` for the largest magnitude.
+        error_if_nonfinite: raise if the norm is NaN or infinite. This reads the norm on the host.
+        foreach: as in PyTorch's function.
 
     Returns:
-        () the norm before, a plain tensor, the same on all ranks.
+        () fp32, the norm before clipping: a plain tensor, equal on all ranks.
 
     Raises:
-        RuntimeError: the norm is not finite, with ``error_if_nonfinite``; nothing is scaled.
+        RuntimeError: ``error_if_nonfinite`` is True and the norm is not finite. Nothing is scaled.
     """
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     groups: dict[Any, list[Tensor]] = {}
-    for p in given:
+    for p in parameters:
         if p.grad is not None:
             groups.setdefault(getattr(p.grad, "device_mesh", None), []).append(p)
-    whole = [
+    norms = [
         _norm_of([p.grad for p in group if p.grad is not None], norm_type, foreach)
         for group in groups.values()
     ]
-    if not whole:
+    if not norms:
         return torch.tensor(0.0)
     total = torch.linalg.vector_norm(
-        torch.stack([norm.to(whole[0].device) for norm in whole]), norm_type
+        torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
     )
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped"
+            f"the norm of order {norm_type} of the gradients is {total.item()}, "
+            "so they cannot be clipped"
         )
     for group in groups.values():
         clip_grads_with_norm_(group, max_norm, total, foreach)
@@ -61,20 +61,20 @@ def clip_grad_norm_(
 
 
 def _norm_of(gradients: Sequence[Any], norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm of gradients that are plain, or DTensors of one mesh."""
+    """Return the norm of gradients that are plain, or DTensors of one mesh."""
     mesh = getattr(gradients[0], "device_mesh", None)
     if mesh is None:
         return get_total_norm(gradients, norm_type, foreach=foreach)
     if norm_type != math.inf:
         norm: Any = get_total_norm(gradients, norm_type, foreach=foreach)
         return norm.full_tensor()
-    # PyTorch's has no largest magnitude of a rank's part without elements.
-    parts = [
+    # PyTorch's function raises for the largest magnitude of a shard without elements.
+    shards = [
         g.full_tensor() if any(p.is_partial() for p in g.placements) else g.to_local()
         for g in gradients
     ]
     largest = get_total_norm(
-        [part for part in parts if part.numel()] or [parts[0].new_zeros(1)],
+        [shard for shard in shards if shard.numel()] or [shards[0].new_zeros(1)],
         norm_type,
         foreach=foreach,
     )

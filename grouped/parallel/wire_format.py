@@ -1,4 +1,4 @@
-"""Quantized rows as bytes, a row with its scales: what travels between processes."""
+"""Quantized rows as bytes: each row travels between ranks together with its scales."""
 
 import dataclasses
 from typing import Any
@@ -15,17 +15,17 @@ from cute_kernels.layout.slots import TILE_ROWS
 
 from ..tensor.validation import check_format
 
-#: Words, so that rows of codes lie as kernels take them where they arrive.
+#: Words to which rows are padded, so that received codes are aligned as kernels require.
 _ALIGNMENT = 4
 
 
 def check_wire(name: str, fmt: Format | None) -> None:
-    """Raise unless rows of ``fmt`` can travel by themselves: they share no scale with other rows."""
+    """Raise ValueError unless rows of ``fmt`` can travel alone: they share no scale."""
     if fmt is None:
         return
     check_format(name, fmt)
-    if not _is_by_rows(fmt):
-        similar = _by_rows(fmt)
+    if not _has_independent_rows(fmt):
+        similar = _similar_with_independent_rows(fmt)
         advice = (
             "FP8Block(), MXFP8() and NVFP4(row_scaled=True) do"
             if similar is None
@@ -34,7 +34,8 @@ def check_wire(name: str, fmt: Format | None) -> None:
         raise ValueError(f"{name} must quantize each row by itself, which {fmt} does not: {advice}")
 
 
-def _is_by_rows(fmt: Format) -> bool:
+def _has_independent_rows(fmt: Format) -> bool:
+    """Return True if the codes and scales of a row depend on that row alone."""
     level = fmt.global_scale
     return not (
         fmt.is_2d
@@ -44,81 +45,92 @@ def _is_by_rows(fmt: Format) -> bool:
     )
 
 
-def _by_rows(fmt: Format) -> str | None:
-    """Constructor of the format of the same class that quantizes each row by itself, if there is
-    one.
-    """
+def _similar_with_independent_rows(fmt: Format) -> str | None:
+    """Return the constructor call of a format of the same class with independent rows, or None."""
     default: Any = type(fmt)()
-    wanted = {
+    options = {
         "row_scaled": True,
         "stochastic_rounding": False,
         "block": getattr(default, "block", None),
     }
     names = [field.name for field in dataclasses.fields(default)]
-    similar = dataclasses.replace(
-        default, **{name: wanted[name] for name in names if name in wanted}
-    )
-    if not _is_by_rows(similar):
+    changes = {name: options[name] for name in names if name in options}
+    similar = dataclasses.replace(default, **changes)
+    if not _has_independent_rows(similar):
         return None
-    changed = (name for name in names if getattr(similar, name) != getattr(default, name))
-    return f"{type(fmt).__name__}({', '.join(f'{name}={getattr(similar, name)!r}' for name in changed)})"
+    arguments = [
+        f"{name}={getattr(similar, name)!r}"
+        for name in names
+        if getattr(similar, name) != getattr(default, name)
+    ]
+    return f"{type(fmt).__name__}({', '.join(arguments)})"
 
 
 def pack(x: Tensor, fmt: Format) -> Tensor:
-    """(T, H) rows quantized to ``fmt``, as (T, W) int32: codes, block scales, second level,
-    padding.
+    """Quantize rows and join the codes and scales of each row.
 
-    What is not finite in a row is not finite where it arrives (``Format.nan_scales``).
+    A row with a value that is not finite stays so after ``unpack`` (``Format.nan_scales``).
+
+    Args:
+        x: (T, H), bf16, fp16 or fp32.
+        fmt: a format with independent rows, see ``check_wire``.
+
+    Returns:
+        (T, W) int32: codes, block scales and global scale of each row, padded to 16 bytes.
     """
-    rows, fmt = len(x), dataclasses.replace(fmt, nan_scales=True)  # type: ignore[type-var]
-    quantized = ops.grouped_quantize(x, fmt.text, _one_group(x), None, True, False, None, None)
-    parts = []
-    for name, part in zip(fmt.buffer_names(columnwise=False), quantized, strict=True):
+    num_rows, fmt = len(x), dataclasses.replace(fmt, nan_scales=True)  # type: ignore[type-var]
+    quantized = ops.grouped_quantize(x, fmt.text, offs=_one_group(x))
+    words = []
+    for name, buffer in zip(fmt.buffer_names(columnwise=False), quantized, strict=True):
         if name == "scales" and fmt.has_scale_tiles:
-            # Bytes (r % 32) * 16 + r // 32 * 4 and three more of a tile are the scales of its row
-            # r.
-            tiles = part.view(torch.int32).view(-1, part.shape[1], TILE_ROWS // 4, 4)
-            parts.append(tiles.permute(0, 3, 2, 1).reshape(-1, part.shape[1])[:rows])
+            # The scales of row r of a tile are the 4 bytes from (r % 32) * 16 + r // 32 * 4 on.
+            tiles = buffer.view(torch.int32).view(-1, buffer.shape[1], TILE_ROWS // 4, 4)
+            row_scales = tiles.permute(0, 3, 2, 1).reshape(-1, buffer.shape[1])[:num_rows]
+            words.append(row_scales)
+        elif name == "codes":
+            words.append(buffer.view(torch.int32))
         else:
-            part = (
-                part.T[:rows]
-                if name == "scales"
-                else part
-                if name == "codes"
-                else part.unsqueeze(1)
-            )
-            parts.append(
-                (
-                    part if name == "codes" else part.clone(memory_format=torch.contiguous_format)
-                ).view(torch.int32)
-            )
-    width = sum(part.shape[1] for part in parts)
-    return torch.cat([*parts, parts[0].new_zeros(rows, -width % _ALIGNMENT)], dim=1)
+            row_scales = buffer.T[:num_rows] if name == "scales" else buffer.unsqueeze(1)
+            words.append(row_scales.clone(memory_format=torch.contiguous_format).view(torch.int32))
+    width = sum(w.shape[1] for w in words)
+    return torch.cat([*words, words[0].new_zeros(num_rows, -width % _ALIGNMENT)], dim=1)
 
 
 def unpack(flat: Tensor, columns: int, fmt: Format, dtype: torch.dtype) -> Tensor:
-    """(N, H) of ``dtype``: what (N, W) int32 of ``pack`` decode to."""
-    rows, start = len(flat), 0
-    found: dict[str, Tensor] = {}
-    for name, spec in buffers(fmt, (rows, columns), 1).items():
+    """Decode rows that ``pack`` made.
+
+    Args:
+        flat: (T, W) int32.
+        columns: H.
+        fmt: the format of the rows.
+        dtype: dtype of the result.
+
+    Returns:
+        (T, H) of ``dtype``.
+    """
+    num_rows, start = len(flat), 0
+    buffers_by_name: dict[str, Tensor] = {}
+    for name, spec in buffers(fmt, (num_rows, columns), 1).items():
         if name == "scales":
             width = spec.shape[1] if fmt.has_scale_tiles else spec.shape[0]
         else:
             width = spec.shape[-1] * spec.dtype.itemsize // 4 if name == "codes" else 1
-        part, start = flat[:, start : start + width], start + width
+        words, start = flat[:, start : start + width], start + width
         if name == "scales" and fmt.has_scale_tiles:
-            part = pad(part, (0, 0, 0, spec.shape[0] * TILE_ROWS - rows)).view(
-                -1, 4, TILE_ROWS // 4, width
-            )
-            part = part.permute(0, 3, 2, 1).reshape(-1, width, SF_TILE_BYTES // 4)
+            padded = pad(words, (0, 0, 0, spec.shape[0] * TILE_ROWS - num_rows))
+            tiles = padded.view(-1, 4, TILE_ROWS // 4, width).permute(0, 3, 2, 1)
+            words = tiles.reshape(-1, width, SF_TILE_BYTES // 4)
         elif name == "scales":
-            part = pad(part.T, (0, spec.shape[1] - rows)).contiguous()
+            words = pad(words.T, (0, spec.shape[1] - num_rows)).contiguous()
         elif name != "codes":
-            part = part.flatten()
-        found[name] = part.view(spec.dtype)
-    codes, *rest = (found[name] for name in fmt.operand_names(columnwise=False))
-    return ops.grouped_dequantize(codes, rest, fmt.text, rows, dtype, _one_group(flat), False, None)
+            words = words.flatten()
+        buffers_by_name[name] = words.view(spec.dtype)
+    codes, *scales = (buffers_by_name[name] for name in fmt.operand_names(columnwise=False))
+    return ops.grouped_dequantize(
+        codes, scales, fmt.text, num_rows, dtype, offs=_one_group(flat), columnwise=False
+    )
 
 
 def _one_group(x: Tensor) -> Tensor:
+    """Return the offs of one group with all rows of ``x``."""
     return torch.full((1,), len(x), dtype=torch.int32, device=x.device)

@@ -6,7 +6,7 @@ import torch
 import grouped
 from cute_kernels.formats.activations import Activation
 from cute_kernels.reference.activations import activate, activate_gradient
-from tests.helpers import BF16, assert_all_same, assert_same_bytes, ends, ops, sample
+from tests.helpers import BF16, assert_all_same, assert_same_bytes, offs_tensor, ops, sample
 
 OFFS = [10, 10, 37]
 FORMATS = {f.name: f for f in (grouped.NVFP4(), grouped.FP8(), grouped.MXFP8(), grouped.FP8Block())}
@@ -27,7 +27,7 @@ def stored(fmt, elements):
 @pytest.mark.parametrize("backward", [False, True])
 def test_codes_and_dbias(fmt, backward, rows):
     x, grad = sample(*rows, 128), sample(*rows, 64) if backward else None
-    offs = ends(*OFFS) if len(rows) == 1 else None
+    offs = offs_tensor(*OFFS) if len(rows) == 1 else None
     got, dbias = grouped.quantize(
         x, fmt, offs=offs, activation="swiglu", grad=grad, columnwise=True, dbias=True
     )

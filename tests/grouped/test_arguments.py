@@ -10,12 +10,12 @@ from grouped import recipes
 from tests.helpers import (
     BF16,
     I32,
-    ends,
+    offs_tensor,
 )
 
 from .cases import EVERY_FORMAT
 
-OFFS = ends(4, 4, 9)
+OFFS = offs_tensor(4, 4, 9)
 X = torch.zeros(9, 64, dtype=BF16)
 W = torch.zeros(3, 32, 64, dtype=BF16)
 SQUARE = torch.zeros(3, 64, 64, dtype=BF16)
@@ -75,7 +75,7 @@ def quantize(x=X, fmt=None, **options):
             "a weight stored (G, K, N) is given as weight.mT",
         ),
         (
-            lambda: grouped.debug.detect_nonfinite(torch.nn.Identity()),
+            lambda: grouped.inspect.detect_nonfinite(torch.nn.Identity()),
             "model holds no grouped layers",
         ),
         (

@@ -228,6 +228,7 @@ def mesh():
     dist.destroy_process_group()
 
 
+@pytest.mark.distributed
 def test_loaded_modules_are_converted_afterwards(mesh, plain):
     """``Module.to`` swaps DTensors and GroupedTensors, which PyTorch refuses if somebody has a weak
     reference to one.
@@ -240,6 +241,7 @@ def test_loaded_modules_are_converted_afterwards(mesh, plain):
         assert model.to(torch.float16).experts.down.weight.dtype == torch.float16
 
 
+@pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore:When using")
 def test_one_process_of_fully_shard(mesh, low, plain):
     """FSDP2 replaces the parameters of its modules, the guard of FullyShardedDataParallel refuses."""
@@ -261,6 +263,7 @@ def test_one_process_of_fully_shard(mesh, low, plain):
         checkpoint.load(model, low, rename={r"_fsdp_wrapped_module\.": ""})
 
 
+@pytest.mark.distributed
 def test_parameters_that_cannot_be_replaced(mesh, low, tmp_path):
     """DTensors that another module shares, and transposed experts of FSDP2, whose parameters would
     change their shape.
@@ -300,6 +303,7 @@ def test_parameters_that_cannot_be_replaced(mesh, low, tmp_path):
     assert sharded.x.is_transposed and (sharded.x.down_proj.to_local() == 1).all()
 
 
+@pytest.mark.distributed
 def test_rows_of_a_rank(rank=3):
     """Groups that a mesh of two dimensions cuts in both orders, as parallel styles do, and
     unevenly.

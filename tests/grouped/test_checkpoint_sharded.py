@@ -14,6 +14,7 @@ def folder(tmp_path_factory):
     return launch(SUBJECTS, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", load_checks(SUBJECTS))
 def test_on_two_ranks(folder, name):
     assert_passed(folder, name)

@@ -11,13 +11,13 @@ from tests.helpers import (
     BF16,
     F32,
     I32,
-    Graphs,
+    GraphRecorder,
     assert_all_same,
     assert_same_buffers,
     assert_same_bytes,
+    compile_full_graph,
     needs_compiler,
     sample,
-    whole_graph,
 )
 
 from .cases import (
@@ -33,11 +33,11 @@ from .cases import (
 
 K, N = 64, 48
 TOKENS = (40, 130, 7)
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def compiled(function):
-    frames = Graphs()
+    frames = GraphRecorder()
     return torch.compile(function, fullgraph=True, backend=frames), frames
 
 
@@ -248,7 +248,7 @@ def test_counts_whose_number_is_known_at_run_time_only(name, dynamic):
         return grouped.linear(x, layer.weight, layer.bias, route(x, experts), recipe)
 
     for called in (module, function):
-        once = whole_graph(called, dynamic=dynamic)
+        once = compile_full_graph(called, dynamic=dynamic)
         for experts in (torch.tensor([0, 0, 2, 2]), torch.tensor([1, 1, 1, 1, 2, 2])):
             x = sample(len(experts), K)
             assert_same_bytes(once(x, experts), called(x, experts))

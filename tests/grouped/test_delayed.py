@@ -21,10 +21,10 @@ from tests.helpers import (
     assert_all_same,
     assert_same_buffers,
     assert_same_bytes,
+    compile_full_graph,
+    forward_backward,
     sample,
-    saved,
-    step,
-    whole_graph,
+    save_and_load,
 )
 from tests.ops.test_delayed_update import by_column
 
@@ -48,7 +48,7 @@ def step_data(steps):
 
 
 def run(module, x, dy, function=None):
-    return step(module, x, dy, OFFS, function=function)
+    return forward_backward(module, x, dy, OFFS, function=function)
 
 
 def with_data():
@@ -158,7 +158,7 @@ def test_training_is_the_composition(single, algorithm):
             optimizer.step()
         offs = torch.tensor([[13, 13, 35], [5, 20, 40], [0, 0, 40]][i % 3], dtype=I32)
         w, b = stacked(layer.parameters(), single)
-        y, dx, *grads = step(layer, x, dy, offs, is_first_microbatch=is_first[i])
+        y, dx, *grads = forward_backward(layer, x, dy, offs, is_first_microbatch=is_first[i])
         want = composed.step(w, b, x, dy, offs, is_first[i])
         assert_all_same((y, dx, *stacked(grads, single)), want)
         composed.assert_state_of(layer)
@@ -289,7 +289,7 @@ class Block(nn.Module):
         self.up = GroupedLinear(G, K, N, recipe=RECIPE, dtype=BF16)
         self.down = GroupedLinear(G, N, N, recipe=RECIPE, dtype=BF16)
         self.recompute = recompute
-        self.layers = whole_graph(self.run_layers) if is_compiled else self.run_layers
+        self.layers = compile_full_graph(self.run_layers) if is_compiled else self.run_layers
 
     def run_layers(self, x, offs):
         return self.down(self.up(x, offs).relu(), offs)
@@ -303,7 +303,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("compiled", ["nothing", "inside", "outside"])
 def test_recomputation_changes_nothing(compiled):
     plain, recomputing = Block(False), Block(True, compiled == "inside")
-    function = whole_graph(recomputing) if compiled == "outside" else recomputing
+    function = compile_full_graph(recomputing) if compiled == "outside" else recomputing
     for x, dy in step_data(4):
         assert_all_same(run(recomputing, x, dy, function), run(plain, x, dy))
         assert_same_state(recomputing, plain)
@@ -322,7 +322,7 @@ def test_state_is_copied_saved_and_loaded():
     discrete.load_state_dict(layer.state_dict())
     loaded = make_layer()
     loaded.load_state_dict(discrete.state_dict())
-    twins = [copy.deepcopy(layer), saved(layer, weights_only=False), loaded]
+    twins = [copy.deepcopy(layer), save_and_load(layer, weights_only=False), loaded]
     for twin in (*twins, discrete):
         assert_same_state(twin, layer)
     want = run(layer, *data[0])
@@ -546,7 +546,7 @@ def test_a_group_without_rows_starts_later():
     assert has_not_started == [[False, True, False], [False] * 3, [False, True, False]]
     assert layer.scaling._may_be_zero == [True, False, True]
     for _ in range(2):
-        step(layer, x, dy, torch.tensor([13, 20, 40], dtype=I32))
+        forward_backward(layer, x, dy, torch.tensor([13, 20, 40], dtype=I32))
     assert all((layer.scaling.scale(role) > 0).all() for role in ROLES)
     assert layer.scaling._may_be_zero == [False] * 3
     layer.scaling.reset()
@@ -590,9 +590,10 @@ def test_an_overflow_does_not_change_later_scales():
         assert (layer.scaling.scale("grad_output")[0] > 0) == propagate
 
 
+@pytest.mark.compile
 def test_a_compiled_new_layer_has_the_bits_of_eager_mode():
     layer, compiled = make_layer(), make_layer()
-    function = whole_graph(compiled)
+    function = compile_full_graph(compiled)
     for x, dy in step_data(3):
         assert_all_same(run(layer, x, dy), run(compiled, x, dy, function))
         compiled.scaling.poll()
@@ -630,7 +631,7 @@ def test_the_amax_of_weighted_activations_counts(recompute, initial):
         )
         torch.manual_seed(2)
         x, dy = sample(40, K), sample(40, K)
-        step(moe, x, dy)
+        forward_backward(moe, x, dy)
         amaxes.append(moe.experts.down.scaling.amax_history("input")[0].clone())
     assert amaxes[0].all()
     assert_same_bytes(amaxes[1], 4 * amaxes[0])

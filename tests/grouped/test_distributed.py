@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import grouped
-from grouped.parallel.expert_parallel import expert_capacity
+from grouped.parallel import expert_capacity
 from tests.helpers import assert_same_buffers, sample
 
 from .cases import (
@@ -41,6 +41,7 @@ def folder(tmp_path_factory):
     return launch(SUBJECTS, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", load_checks(SUBJECTS))
 def test_on_two_ranks(folder, name):
     assert_passed(folder, name)

@@ -11,7 +11,7 @@ from tests.helpers import (
     assert_same_buffers,
     assert_same_bytes,
     sample,
-    saved,
+    save_and_load,
 )
 
 from .cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
@@ -38,7 +38,7 @@ def test_parts_make_the_tensor_again(fmt, ragged, layout):
         with pytest.raises(ValueError, match="no linear scales"):
             q.to_parts(layout)
         return
-    read = saved({name: t.clone() for name, t in q.to_parts(layout).items()})
+    read = save_and_load({name: t.clone() for name, t in q.to_parts(layout).items()})
     again = GroupedTensor.from_parts(formats.parse(fmt.text), **read, layout=layout, dtype=q.dtype)
     assert (again.format, again.shape, again.dtype, again.columnwise) == (
         fmt,

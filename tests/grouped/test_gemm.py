@@ -14,8 +14,8 @@ from tests.helpers import (
     SPLITS,
     assert_same_bytes,
     end_rows,
+    row_ranges,
     sample,
-    spans,
 )
 
 from . import cases
@@ -78,7 +78,7 @@ def test_products_of_the_decoded_members(trio, splits):
     (row, column), (weight, weight_t), (dy_row, dy_column) = (
         [t.dequantize(F32, way).double() for way in ways] for t in (x, w, dy)
     )
-    for g, (start, end) in enumerate(spans(splits)):
+    for g, (start, end) in enumerate(row_ranges(splits)):
         if start == end:
             assert not dw[g].any()
             continue
@@ -94,7 +94,7 @@ def test_out_alpha_bias_and_accumulate(trio):
     x, w, dy = quantized(trio, splits, tensors(splits))
     bias, alpha = torch.randn(3, N), torch.tensor([2.0, 0.5, -1.0])  # powers of two: no rounding
     y, dx, dw = products(x, w, dy, out_dtype=F32)
-    scaled = torch.cat([y[a:b] * alpha[g] + bias[g] for g, (a, b) in enumerate(spans(splits))])
+    scaled = torch.cat([y[a:b] * alpha[g] + bias[g] for g, (a, b) in enumerate(row_ranges(splits))])
     for dtype in (BF16, F16, F32):
         got = grouped.grouped_gemm(x, w, bias=bias, alpha=alpha, out_dtype=dtype)
         assert_same_bytes(got[:32], scaled.to(dtype))
@@ -128,7 +128,7 @@ def test_gradients_of_plain_activations(trio, dtype):
         x.grad, grouped.grouped_gemm(dy, w, offs=ends, transpose_b=True, out_dtype=dtype)
     )
     assert_same_bytes(bias.grad, torch.ops.cute_kernels.grouped_dbias(dy.float(), ends))
-    for g, (start, end) in enumerate(spans((0, 130, 0, 7))):
+    for g, (start, end) in enumerate(row_ranges((0, 130, 0, 7))):
         if start < end:
             close(
                 y[start:end],

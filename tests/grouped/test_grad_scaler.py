@@ -13,7 +13,7 @@ from cute_kernels.formats import MXFP8, NVFP4, FP8Block
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP, MoE
 from grouped.parallel import wire_format as wire
-from tests.helpers import assert_all_same, whole_graph
+from tests.helpers import assert_all_same, compile_full_graph
 
 from .cases import FP8_RECIPES, RECIPES
 
@@ -127,16 +127,18 @@ def test_a_gradient_that_is_added_to_is_not_finite(name):
     )
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("name", ["nvfp4", "fp8-block", "fp8", "delayed"])
 def test_compiled(name):
     for kind in (linear, mlp):
         module = module_of(kind, ALL[name])
-        function = whole_graph(module)
+        function = compile_full_graph(module)
         assert scaled_step(module, *tensors(), function)[0]
         for place, value in (("x", torch.inf), ("dy", torch.nan), ("dy", -torch.inf)):
             assert not scaled_step(module, *tensors(value, place), function)[0]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -151,6 +153,7 @@ def test_on_kernels(name, backend):
             assert not scaled_step(module, *tensors(value, place))[0]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("name", "backend"), [("fp8-block", "emulated:sm_90a"), ("delayed", "emulated:sm_100a")]
 )

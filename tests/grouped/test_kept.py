@@ -7,7 +7,7 @@ from torch import nn
 from grouped import NVFP4, optim, quantize, recipes
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.nn import cached_weight as kept
-from tests.helpers import assert_same_bytes, each_copy, ends, sample, whole_graph
+from tests.helpers import assert_same_bytes, compile_full_graph, each_copy, offs_tensor, sample
 
 from .cases import RECIPES, OpCounter, weights_quantized
 
@@ -206,10 +206,11 @@ def test_copies_have_their_own(copied, first):
         assert not torch.equal(other(x, ENDS), layer(x, ENDS))
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("first", [None, True, False])
 def test_compiled_calls_see_every_change(first, fresh_dynamo):
-    layer, x, offs = layer_of().eval(), sample(40, K), ends(*ENDS)
-    run = whole_graph(layer)
+    layer, x, offs = layer_of().eval(), sample(40, K), offs_tensor(*ENDS)
+    run = compile_full_graph(layer)
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         layer(x, offs, is_first_microbatch=True)
         for name in ("in place", "data", "in inference mode", None):
@@ -221,7 +222,7 @@ def test_compiled_calls_see_every_change(first, fresh_dynamo):
 
 
 def test_traces_and_transforms_keep_nothing():
-    layer, x, offs = layer_of().eval(), sample(40, K), ends(*ENDS)
+    layer, x, offs = layer_of().eval(), sample(40, K), offs_tensor(*ENDS)
     with torch.no_grad():
         graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: layer(x, offs))(x)
         assert layer._kept is None

@@ -1,4 +1,4 @@
-import itertools
+"""``GroupedLinear`` against one linear layer per expert on decoded operands, in fp64."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from tests.helpers import (
     assert_all_same,
     assert_same_bytes,
     end_rows,
+    forward_backward,
     sample,
-    step,
 )
 
 from .cases import ALL_RECIPES, FP8_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter, close
@@ -28,7 +28,7 @@ QUANTIZED = {name: recipe for name, recipe in EVERY_RECIPE.items() if recipe.is_
 MULTIPLY = "m_grouped_quantize_gemm"
 
 
-def layer_of(recipe, groups=3, **options):
+def make_layer(recipe, groups=3, **options):
     options.setdefault("dtype", F32)
     return GroupedLinear(groups, K, N, recipe=recipe, **options)
 
@@ -38,15 +38,15 @@ def spans(ends):
 
 
 def decoded(x, fmt, offs):
-    """Both copies in fp64."""
+    """Return the values of the rowwise and of the columnwise copy, in fp64."""
     if fmt is None:
         return [x.bfloat16().double()] * 2
     q = grouped.quantize(x, fmt, offs=offs, columnwise=True)
-    return [q.dequantize(F32, way).double() for way in ("rowwise", "columnwise")]
+    return [q.dequantize(F32, direction).double() for direction in ("rowwise", "columnwise")]
 
 
 def expected(layer, x, ends, dy):
-    """Output and gradients of a linear layer a group, on the decoded operands, in fp64."""
+    """Return output and gradients of a linear layer per group, on the decoded operands, in fp64."""
     recipe = layer.recipe
     live = ends[-1]
     w = layer._stacked("weight").detach()
@@ -70,19 +70,16 @@ def expected(layer, x, ends, dy):
 @pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_against_one_linear_per_expert(splits, recipe):
-    """fp32 inputs, so that only the accumulation differs;
-
-    NaN in the tails of x and dy; both forms of the parameters.
-    """
+    """Inputs are fp32, so only the accumulation differs; the tails of x and dy are NaN."""
     ends = end_rows(splits)
-    layer = layer_of(
+    layer = make_layer(
         recipe, len(splits), single_parameter=len(splits) % 3 == 1, bias=len(splits) != 4
     )
     x, dy = (sample(ends[-1] + 6, width, dtype=F32) for width in (K, N))
     want = expected(layer, x, ends, dy)
     x[ends[-1] :] = torch.nan
     dy[ends[-1] :] = torch.nan
-    y, dx, *gradients = step(layer, x, dy, torch.tensor(ends))
+    y, dx, *gradients = forward_backward(layer, x, dy, torch.tensor(ends))
     if not layer.single_parameter:
         gradients = [
             torch.stack(gradients[i : i + len(splits)])
@@ -97,36 +94,42 @@ def test_against_one_linear_per_expert(splits, recipe):
             assert not any(t[g].any() for t in gradients)
 
 
-OTHERS = {"hadamard": ALL_RECIPES["hadamard"]}
-OTHERS["row-scaled gradients"] = Recipe(
-    grouped.NVFP4(), WEIGHT_FORMAT, grouped.NVFP4(row_scaled=True)
-)
+MORE_RECIPES = {
+    "row-scaled gradients": Recipe(grouped.NVFP4(), WEIGHT_FORMAT, grouped.NVFP4(row_scaled=True))
+}
 
 
-ALL_LAYER_RECIPES = EVERY_RECIPE | OTHERS
-
-
-@pytest.mark.parametrize("recipe", ALL_LAYER_RECIPES.values(), ids=ALL_LAYER_RECIPES)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("parameters", [BF16, F32])
+@pytest.mark.parametrize(
+    "recipe", (EVERY_RECIPE | MORE_RECIPES).values(), ids=EVERY_RECIPE | MORE_RECIPES
+)
 def test_dtypes(recipe, dtype, parameters):
-    if recipe == ALL_RECIPES["hadamard"] and {dtype, parameters} != {BF16}:
-        return  # Nothing else is transformed; decoded, a transform is undone in fp32.
+    compare_dtypes(recipe, dtype, parameters)
+
+
+def test_dtypes_of_the_hadamard_transform():
+    """Only bf16 is transformed."""
+    compare_dtypes(ALL_RECIPES["hadamard"], BF16, BF16)
+
+
+def compare_dtypes(recipe, dtype, parameters):
+    """Compare a step with ``expected``, within the precision of the dtypes."""
     ends = [9, 20, 31]
-    layer = layer_of(recipe, dtype=parameters)
+    layer = make_layer(recipe, dtype=parameters)
     x, dy = torch.randn(31, K, dtype=dtype), torch.randn(31, N, dtype=dtype)
     tolerance = {BF16: 1e-2, F16: 2e-3, F32: 1e-5}
-    got, dtypes = step(layer, x, dy, ends), [dtype, dtype, parameters, parameters]
+    got, dtypes = forward_backward(layer, x, dy, ends), [dtype, dtype, parameters, parameters]
     assert [t.dtype for t in got] == dtypes
     if recipe.is_quantized or dtype != F16:
-        for t, want, of in zip(got, expected(layer, x, ends, dy), dtypes, strict=True):
-            close(t, want, tolerance[of])
+        for t, want, output_dtype in zip(got, expected(layer, x, ends, dy), dtypes, strict=True):
+            close(t, want, tolerance[output_dtype])
 
 
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_names_and_initialization_are_those_of_linear(bias, single):
-    layer = layer_of(RECIPES["bf16"], single_parameter=single, bias=bias)
+    layer = make_layer(RECIPES["bf16"], single_parameter=single, bias=bias)
     names = ["weight"] + ["bias"] * bias
     wanted = names if single else [f"{name}{g}" for name in names for g in range(3)]
     assert [name for name, _ in layer.named_parameters()] == wanted
@@ -139,22 +142,22 @@ def test_names_and_initialization_are_those_of_linear(bias, single):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_two_backward_passes_and_accumulation(recipe):
-    layer = layer_of(recipe)
+    layer = make_layer(recipe)
     x = sample(40, K).requires_grad_()
     y = layer(x, ENDS)
     dy = torch.randn_like(y)
     y.backward(dy, retain_graph=True)
-    first = [t.grad.clone() for t in (x, *layer.parameters())]
+    gradients = [t.grad.clone() for t in (x, *layer.parameters())]
     y.backward(dy)
-    for t, once in zip((x, *layer.parameters()), first, strict=True):
-        assert_same_bytes(t.grad, 2 * once)
+    for t, gradient in zip((x, *layer.parameters()), gradients, strict=True):
+        assert_same_bytes(t.grad, 2 * gradient)
     with pytest.raises(RuntimeError, match="second time"):
         y.backward(dy)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_autocast(recipe):
-    layer = layer_of(recipe)
+    layer = make_layer(recipe)
     x = torch.randn(40, K, requires_grad=True)
     with torch.autocast("cpu", BF16):
         y = layer(x, ENDS)
@@ -165,7 +168,7 @@ def test_autocast(recipe):
 
 
 def directions(counter):
-    """(is the weight, rowwise, columnwise) of each quantization; of x alone, the GEMM has it in."""
+    """Return (is the weight, rowwise, columnwise) of each quantization, also inside of a GEMM."""
     return [
         (False, True, False) if name == MULTIPLY else (a[2] is None, a[4], a[5])
         for name, a in counter.calls
@@ -173,38 +176,57 @@ def directions(counter):
     ]
 
 
-def test_only_what_the_gradients_need_is_quantized():
-    layer, offs = layer_of(RECIPES["row-scaled"]), OFFS
-    for grad_mode, first in itertools.product((torch.no_grad, torch.inference_mode), (None, True)):
-        with grad_mode(), OpCounter() as counter:
-            y = layer(sample(40, K).requires_grad_(), offs, is_first_microbatch=first)
-        assert (
-            sorted(directions(counter)) == [(False, True, False), (True, True, False)]
-            and not y.requires_grad
-        )
+@pytest.mark.parametrize("is_first", [None, True])
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+def test_no_grad_quantizes_rowwise_only(grad_mode, is_first):
+    layer = make_layer(RECIPES["row-scaled"])
+    with grad_mode(), OpCounter() as counter:
+        y = layer(sample(40, K).requires_grad_(), OFFS, is_first_microbatch=is_first)
+    assert sorted(directions(counter)) == [(False, True, False), (True, True, False)]
+    assert not y.requires_grad
+
+
+def directions_of_a_step(layer, x):
     with OpCounter() as counter:
-        layer(sample(40, K).requires_grad_(), offs).sum().backward()
-    assert sorted(directions(counter)) == [(False, True, True)] * 2 + [(True, True, True)]
-    with OpCounter() as counter:  # no gradient of x: no columnwise weight, no rowwise dy
-        layer(sample(40, K), offs).sum().backward()
-    assert directions(counter) == [(True, True, False), (False, True, True), (False, False, True)]
+        layer(x, OFFS).sum().backward()
+    return directions(counter)
+
+
+def test_all_gradients_quantize_every_operand_in_both_directions():
+    layer = make_layer(RECIPES["row-scaled"])
+    got = directions_of_a_step(layer, sample(40, K).requires_grad_())
+    assert sorted(got) == [(False, True, True)] * 2 + [(True, True, True)]
+
+
+def test_without_a_gradient_of_x_no_weight_is_quantized_columnwise():
+    """Nor is dy quantized rowwise."""
+    got = directions_of_a_step(make_layer(RECIPES["row-scaled"]), sample(40, K))
+    assert got == [(True, True, False), (False, True, True), (False, False, True)]
+
+
+def test_a_frozen_weight_needs_no_columnwise_x_or_dy():
+    layer = make_layer(RECIPES["row-scaled"])
     layer.weight.requires_grad_(False)
-    with OpCounter() as counter:  # no gradient of the weight: no columnwise x or dy
-        layer(sample(40, K).requires_grad_(), offs).sum().backward()
-    assert directions(counter) == [(True, True, True), (False, True, False), (False, True, False)]
-    assert layer.weight.grad is not None and layer.bias.grad is not None
-    with OpCounter() as counter:  # only the bias
-        layer(sample(40, K), offs).sum().backward()
-    assert directions(counter) == [(True, True, False), (False, True, False)]
+    got = directions_of_a_step(layer, sample(40, K).requires_grad_())
+    assert got == [(True, True, True), (False, True, False), (False, True, False)]
+    assert layer.weight.grad is None and layer.bias.grad is not None
+
+
+def test_a_gradient_of_the_bias_alone_quantizes_rowwise_only():
+    layer = make_layer(RECIPES["row-scaled"])
+    layer.weight.requires_grad_(False)
+    got = directions_of_a_step(layer, sample(40, K))
+    assert got == [(True, True, False), (False, True, False)]
 
 
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
 def test_microbatches_share_one_quantized_weight(recipe, single):
-    layer = layer_of(recipe, single_parameter=single)
+    layer = make_layer(recipe, single_parameter=single)
     batches = [sample(40, K) for _ in range(3)]
 
     def run(flags):
+        """Return all gradients and the number of quantizations of the weight."""
         layer.zero_grad()
         inputs = [batch.clone().requires_grad_() for batch in batches]
         with OpCounter() as counter:
@@ -213,13 +235,14 @@ def test_microbatches_share_one_quantized_weight(recipe, single):
         grads = [leaf.grad for leaf in inputs] + [p.grad.clone() for p in layer.parameters()]
         return grads, sum(weight for weight, _, _ in directions(counter))
 
-    (plain, each), (cached, once) = run([None] * 3), run([True, False, False])
-    assert (each, once) == (3, 1)
+    plain, plain_count = run([None] * 3)
+    cached, cached_count = run([True, False, False])
+    assert (plain_count, cached_count) == (3, 1)
     assert_all_same(plain, cached)
 
 
-def test_a_later_microbatch_needs_a_kept_weight():
-    layer = layer_of(RECIPES["row-scaled"])
+def test_a_later_microbatch_needs_a_cached_weight():
+    layer = make_layer(RECIPES["row-scaled"])
     x = sample(40, K)
     with pytest.raises(RuntimeError, match="a call with True kept; none was"):
         layer(x, ENDS, is_first_microbatch=False)
@@ -231,7 +254,8 @@ def test_a_later_microbatch_needs_a_kept_weight():
 
 
 def quantized_layer(recipe, requires_grad=True, **options):
-    layer = layer_of(recipe, dtype=BF16)
+    """Return a layer whose weight is quantized with ``options``."""
+    layer = make_layer(recipe, dtype=BF16)
     options.setdefault("columnwise", True)
     layer.weight = nn.Parameter(
         grouped.quantize(layer.weight, WEIGHT_FORMAT, **options), requires_grad
@@ -275,25 +299,25 @@ def ragged_weight():
         ),
     ],
 )
-def test_quantized_weights_that_do_not_fit_are_refused(make, error, match):
+def test_unsuitable_quantized_weights_are_refused(make, error, match):
     mlp = GroupedMLP(3, K, N // 2, recipe=RECIPES["row-scaled"], dtype=BF16)
-    alone = layer_of(mlp.gate_up.recipe)
+    alone = make_layer(mlp.gate_up.recipe)
     alone.weight = mlp.gate_up.weight = nn.Parameter(make())
     for module in (alone, mlp):
         with pytest.raises(error, match=match):
             module(sample(40, K), ENDS)
 
 
-def test_bf16_activations_beside_a_quantized_weight():
+def test_bf16_activations_with_a_quantized_weight():
     layer = quantized_layer(RECIPES["bf16"])
     x, dy = sample(40, K), sample(40, N)
-    y, dx, dw, _ = step(layer, x, dy, ENDS)
+    y, dx, dw, _ = forward_backward(layer, x, dy, ENDS)
     got, vjp = torch.func.vjp(lambda x: layer(x, ENDS), x)
     assert_all_same((got, *vjp(dy)), (y, dx))
     options = {"offs": ENDS, "out_dtype": BF16}
-    held, bias = layer.weight.detach(), layer.bias.detach()
-    assert_same_bytes(y, grouped.grouped_gemm(x, held, bias=bias, **options))
-    assert_same_bytes(dx, grouped.grouped_gemm(dy, held, transpose_b=True, **options))
+    weight, bias = layer.weight.detach(), layer.bias.detach()
+    assert_same_bytes(y, grouped.grouped_gemm(x, weight, bias=bias, **options))
+    assert_same_bytes(dx, grouped.grouped_gemm(dy, weight, transpose_b=True, **options))
     assert_same_bytes(dw, grouped.grouped_gemm(dy, x, **options))
 
 
@@ -301,6 +325,6 @@ def test_bf16_activations_beside_a_quantized_weight():
     ("arguments", "name"),
     [((0, K, N), "num_groups"), ((3, 0, N), "in_features"), ((3, K, -1), "out_features")],
 )
-def test_construction_refuses(arguments, name):
+def test_sizes_must_be_positive(arguments, name):
     with pytest.raises(ValueError, match=f"{name} must be positive"):
         GroupedLinear(*arguments)

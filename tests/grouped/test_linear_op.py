@@ -1,3 +1,5 @@
+"""``grouped.linear`` and torch.func, torch.export, checkpointing and autocast around it."""
+
 import functools
 import io
 
@@ -10,23 +12,31 @@ from torch.utils.checkpoint import checkpoint
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, assert_all_same, assert_same_bytes, ends, sample, step
+from tests.helpers import (
+    BF16,
+    assert_all_same,
+    assert_same_bytes,
+    forward_backward,
+    offs_tensor,
+    sample,
+)
 
 from .cases import ALL_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT, OpCounter, weights_quantized
 
 K, N = 64, 96
-OFFS = ends(13, 13, 35)
+OFFS = offs_tensor(13, 13, 35)
 
 
-def layer_of(recipe, **options):
+def make_layer(recipe, **options):
     return GroupedLinear(3, K, N, recipe=recipe, dtype=BF16, **options)
 
 
 def gradients(module, x, dy, function=None):
-    return step(module, x, dy, OFFS, function=function)
+    return forward_backward(module, x, dy, OFFS, function=function)
 
 
 def saved_and_loaded(program):
+    """Return the module of an exported program that was saved and loaded."""
     saved = io.BytesIO()
     torch.export.save(program, saved)
     saved.seek(0)
@@ -39,8 +49,8 @@ def data():
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_it_is_what_the_module_computes(recipe, data):
-    layer = layer_of(recipe)
+def test_linear_has_the_bits_of_the_module(recipe, data):
+    layer = make_layer(recipe)
     x, dy = data
     want = gradients(layer, x, dy)
 
@@ -51,46 +61,81 @@ def test_it_is_what_the_module_computes(recipe, data):
     # Leading dimensions are flattened, and rows need not be dense.
     deep = gradients(layer, x.T.contiguous().T.view(2, 2, 10, K), dy.view(2, 2, 10, N), linear)
     assert_all_same((deep[0].view(40, N), deep[1].reshape(40, K), *deep[2:]), want)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_autocast_casts_x(recipe, data):
+    layer, x = make_layer(recipe), data[0]
+    want = layer(x, OFFS).detach()
     with torch.no_grad(), torch.autocast("cpu", BF16):
-        assert_same_bytes(
-            grouped.linear(x.float(), layer.weight, layer.bias, OFFS, recipe), want[0]
-        )
+        got = grouped.linear(x.float(), layer.weight, layer.bias, OFFS, recipe)
+    assert_same_bytes(got, want)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_no_bias_has_the_bits_of_a_bias_of_zeros(recipe, data):
+    layer, x = make_layer(recipe), data[0]
     assert_same_bytes(
         grouped.linear(x, layer.weight, None, OFFS, recipe).detach(),
         grouped.linear(x, layer.weight, torch.zeros(3, N), OFFS, recipe).detach(),
     )
 
 
-@pytest.mark.parametrize("prepacked", [False, True])
-@pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
-def test_a_quantized_weight(recipe, prepacked, data):
-    x, dy = data
-    layer = layer_of(recipe)
-    want = gradients(layer, x, dy)
-    held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
-    layer.weight = nn.Parameter(held.prepack() if prepacked else held)
+@pytest.fixture(params=[False, True], ids=["plain order", "prepacked"])
+def is_prepacked(request):
+    return request.param
+
+
+@pytest.fixture(params=QUANTIZED.values(), ids=QUANTIZED)
+def quantized_layer(request, is_prepacked, data):
+    """A layer with a quantized weight, and the results of a step before it was quantized."""
+    layer = make_layer(request.param)
+    want = gradients(layer, *data)
+    q = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
+    layer.weight = nn.Parameter(q.prepack() if is_prepacked else q)
+    return layer, want
+
+
+def test_linear_of_a_quantized_weight(quantized_layer, data):
+    layer, want = quantized_layer
 
     def linear(x, offs):
-        return grouped.linear(x, layer.weight, layer.bias, offs, recipe)
+        return grouped.linear(x, layer.weight, layer.bias, offs, layer.recipe)
 
-    assert_all_same(gradients(layer, x, dy, linear), want)
-    assert_all_same(gradients(saved_and_loaded(torch.export.export(layer, (x, OFFS))), x, dy), want)
-    assert_all_same(
-        gradients(layer, x, dy, functools.partial(checkpoint, layer, use_reentrant=False)), want
-    )
+    assert_all_same(gradients(layer, *data, linear), want)
+
+
+def test_an_exported_quantized_weight(quantized_layer, data):
+    layer, want = quantized_layer
+    exported = saved_and_loaded(torch.export.export(layer, (data[0], OFFS)))
+    assert_all_same(gradients(exported, *data), want)
+
+
+def test_checkpointing_of_a_quantized_weight(quantized_layer, data):
+    layer, want = quantized_layer
+    function = functools.partial(checkpoint, layer, use_reentrant=False)
+    assert_all_same(gradients(layer, *data, function), want)
+
+
+def test_autocast_with_a_quantized_weight(quantized_layer, data):
+    layer, want = quantized_layer
     with torch.no_grad(), torch.autocast("cpu", BF16):
-        assert_same_bytes(layer(x.float(), OFFS), want[0])
+        assert_same_bytes(layer(data[0].float(), OFFS), want[0])
+
+
+def test_functional_gradients_of_a_quantized_weight(quantized_layer, data):
+    layer, want = quantized_layer
+    x, dy = data
 
     def loss(parameters, x):
         return (torch.func.functional_call(layer, parameters, (x, OFFS)).float() * dy.float()).sum()
 
-    by_name, dx = torch.func.grad(loss, argnums=(0, 1))(
-        {k: p.detach() for k, p in layer.named_parameters()}, x
-    )
-    assert_all_same((dx, by_name["weight"], by_name["bias"]), want[1:])
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+    grads, dx = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
+    assert_all_same((dx, grads["weight"], grads["bias"]), want[1:])
 
 
-GIVEN = {"x": torch.zeros(40, K), "weight": torch.zeros(3, N, K), "bias": None, "offs": OFFS}
+ARGUMENTS = {"x": torch.zeros(40, K), "weight": torch.zeros(3, N, K), "bias": None, "offs": OFFS}
 
 
 @pytest.mark.parametrize(
@@ -103,21 +148,18 @@ GIVEN = {"x": torch.zeros(40, K), "weight": torch.zeros(3, N, K), "bias": None, 
         (
             {"weight": grouped.quantize(torch.ones(3, N, K), grouped.NVFP4(row_scaled=True))},
             ValueError,
-            "one global scale per group",
+            "one second-level scale a group",
         ),
     ],
 )
-def test_errors(change, error, message):
+def test_linear_checks_its_arguments(change, error, message):
     with pytest.raises(error, match=message):
-        grouped.linear(**GIVEN | {"recipe": RECIPES["nvfp4"]} | change)
-
-
-# Torch.func
+        grouped.linear(**ARGUMENTS | {"recipe": RECIPES["nvfp4"]} | change)
 
 
 @pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_functional_gradients(recipe, data):
-    layer = layer_of(recipe)
+    layer = make_layer(recipe)
     x, dy = data
     want = gradients(layer, x, dy)
     for module in (layer, torch.export.export(layer, (x, OFFS)).module()):
@@ -127,14 +169,14 @@ def test_functional_gradients(recipe, data):
             return torch.func.functional_call(module, parameters, (x, OFFS))
 
         y, vjp = torch.func.vjp(call, parameters, x)
-        by_name, dx = vjp(dy)
-        assert_all_same((y, dx, by_name["weight"], by_name["bias"]), want)
+        grads, dx = vjp(dy)
+        assert_all_same((y, dx, grads["weight"], grads["bias"]), want)
 
         def loss(parameters, x, call=call):
             return (call(parameters, x).float() * dy.float()).sum()
 
-        by_name, dx = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
-        assert_all_same((dx, by_name["weight"]), want[1:3])
+        grads, dx = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
+        assert_all_same((dx, grads["weight"]), want[1:3])
         with OpCounter() as counter:
             dx = torch.func.grad(lambda x, loss=loss, p=parameters: loss(p, x))(x)
         assert_same_bytes(dx, want[1])
@@ -142,8 +184,8 @@ def test_functional_gradients(recipe, data):
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_what_has_no_derivative_says_so(recipe, data):
-    layer = layer_of(recipe)
+def test_forward_mode_and_vmap_raise(recipe, data):
+    layer = make_layer(recipe)
     x = data[0]
     with pytest.raises(RuntimeError, match="no forward-mode derivative"):
         torch.func.jvp(lambda x: layer(x, OFFS), (x,), (x,))
@@ -160,8 +202,8 @@ def test_what_has_no_derivative_says_so(recipe, data):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_no_second_derivative(recipe, data):
-    """Neither of dx by dy nor of dw by x, which a constant dy leaves."""
-    layer = layer_of(recipe, bias=False)
+    """Neither dx can be differentiated by dy, nor dw by x with a constant dy."""
+    layer = make_layer(recipe, bias=False)
     x, dy = data
     leaf = x.clone().requires_grad_()
     (dw,) = torch.autograd.grad(layer(leaf, OFFS), layer.weight, dy, create_graph=True)
@@ -188,7 +230,7 @@ def test_no_second_derivative(recipe, data):
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_backward_through_an_exported_module(recipe, single, strict):
-    """Traced without gradients of x, and saved in between; also where only x wants one."""
+    """The module is traced without gradients of x, saved and loaded; parameters may be frozen."""
     mlp = GroupedMLP(3, K, 32, bias=True, recipe=recipe, single_parameter=single)
     tokens = torch.export.Dim("tokens", min=2, max=4096)
     program = torch.export.export(
@@ -197,17 +239,17 @@ def test_backward_through_an_exported_module(recipe, single, strict):
     exported = saved_and_loaded(program)
     assert [str(node.target) for node in program.graph.nodes].count("grouped.experts.default") == 1
     x, dy = sample(77, K), sample(77, K)
-    offs = ends(30, 30, 70)
-    for parameters_want_one in (True, False):
+    offs = offs_tensor(30, 30, 70)
+    for is_trained in (True, False):
         results = []
         for module in (mlp, exported):
-            module.requires_grad_(parameters_want_one)
-            results.append(step(module, x, dy, offs))
+            module.requires_grad_(is_trained)
+            results.append(forward_backward(module, x, dy, offs))
         assert_all_same(*results)
 
 
-def test_recipes_of_an_exported_program_may_be_any():
-    layer = layer_of(recipes.Recipe(*[grouped.NVFP4()] * 3, propagate_nonfinite=True))
+def test_a_custom_recipe_is_exported():
+    layer = make_layer(recipes.Recipe(*[grouped.NVFP4()] * 3, propagate_nonfinite=True))
     x = sample(40, K)
     x[3, 3] = torch.nan
     y = torch.export.export(layer, (x, OFFS)).module()(x, OFFS).detach()

@@ -18,12 +18,12 @@ from tests.helpers import (
     F16,
     F32,
     I32,
-    Graphs,
+    GraphRecorder,
     assert_all_same,
     assert_same_bytes,
     needs_compiler,
     ops,
-    seeded,
+    seeded_generator,
 )
 from tests.reference.test_activations import in_fp64
 
@@ -48,8 +48,11 @@ MODELS = {
     "squared relu": {"activation": "srelu", "bias": True},
 }
 DELAYED = {"fp8-delayed": recipes.FP8Delayed(history_length=4)}
+RECIPES_AND_DELAYED = ALL_RECIPES | DELAYED
+
+
 every_recipe = pytest.mark.parametrize(
-    "recipe", (ALL_RECIPES | DELAYED).values(), ids=ALL_RECIPES | DELAYED
+    "recipe", RECIPES_AND_DELAYED.values(), ids=RECIPES_AND_DELAYED
 )
 #: Recipes in which a token shares no scale with other tokens.
 PER_TOKEN_RECIPES = {
@@ -67,11 +70,11 @@ def make_moe(recipe=None, dtype=BF16, seed=3, **options):
 
 
 def tokens(count=T, seed=1, dtype=BF16):
-    return torch.randn(count, H, generator=seeded(seed)).to(dtype)
+    return torch.randn(count, H, generator=seeded_generator(seed)).to(dtype)
 
 
 def gradient_like(y):
-    return torch.randn(y.shape, generator=seeded(9)).to(y.dtype)
+    return torch.randn(y.shape, generator=seeded_generator(9)).to(y.dtype)
 
 
 def step(moe, x, **options):
@@ -250,10 +253,13 @@ def test_steps_repeat_with_and_without_recomputation(recipe):
     assert_all_same(*runs[::2])
 
 
+FUSED_GRADIENT_RECIPES = {name: ALL_RECIPES[name] for name in ("mxfp8", "fp8-block")} | DELAYED
+
+
 @pytest.mark.parametrize(
     "recipe",
-    ({name: ALL_RECIPES[name] for name in ("mxfp8", "fp8-block")} | DELAYED).values(),
-    ids={name: ALL_RECIPES[name] for name in ("mxfp8", "fp8-block")} | DELAYED,
+    FUSED_GRADIENT_RECIPES.values(),
+    ids=FUSED_GRADIENT_RECIPES,
 )
 def test_gradients_are_quantized_by_the_op_that_computes_them(recipe, monkeypatch):
     """Bits and amaxes are those of a separate quantization.
@@ -283,7 +289,7 @@ def test_gradients_are_quantized_by_the_op_that_computes_them(recipe, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(experts, "_quantizes_gradients", lambda *_: False)
             assert_all_same(steps(moe), got)
-        with grouped.debug.inspect(moe):
+        with grouped.inspect.inspect(moe):
             assert_all_same(step(moe, tokens(seed=0)), got[: 2 + len([*moe.parameters()])])
         # Under delayed scaling the first step's scales come from the plain gradient.
         assert len(calls) == (3 - recipe.takes_scales) * is_fused
@@ -415,7 +421,7 @@ def test_gradients_with_frozen_parameters(recipe):
 def test_an_inspector_records_every_operand_of_the_experts():
     moe = make_moe(recipes.NVFP4RowScaled())
     want = step(moe, tokens())
-    inspector = grouped.debug.inspect(moe)
+    inspector = grouped.inspect.inspect(moe)
     with inspector:
         assert_all_same(step(moe, tokens()), want)
     recorded = {(e["layer"], e["role"], e["direction"]) for e in inspector.summary()}
@@ -427,27 +433,31 @@ def test_an_inspector_records_every_operand_of_the_experts():
 def test_detect_nonfinite_names_the_layer_of_a_mixture():
     moe = make_moe(recipes.NVFP4RowScaled())
     want = step(moe, tokens())
-    with grouped.debug.detect_nonfinite(moe) as detector:
+    with grouped.inspect.detect_nonfinite(moe) as detector:
         assert_all_same(step(moe, tokens()), want)
     assert detector.report() == {}
     with torch.no_grad():
         moe.experts.down.weight[1, 2, 3] = torch.nan
-    with grouped.debug.detect_nonfinite(moe) as detector:
+    with grouped.inspect.detect_nonfinite(moe) as detector:
         step(moe, tokens())
     assert "weight" in detector.report()["experts.down"]
 
 
+COMPILED_RECIPES = {"bf16": recipes.BF16(), "row-scaled": ALL_RECIPES["row-scaled"]} | DELAYED
+
+
+@pytest.mark.compile
 @needs_compiler
 @pytest.mark.parametrize(
     "recipe",
-    ({"bf16": recipes.BF16(), "row-scaled": ALL_RECIPES["row-scaled"]} | DELAYED).values(),
-    ids={"bf16": recipes.BF16(), "row-scaled": ALL_RECIPES["row-scaled"]} | DELAYED,
+    COMPILED_RECIPES.values(),
+    ids=COMPILED_RECIPES,
 )
 def test_compiled_once_for_all_numbers_of_tokens(recipe, fresh_dynamo):
     torch._dynamo.utils.counters.clear()
     eager, moe = (make_moe(recipe, **MODELS["deepseek-v3"]) for _ in range(2))
     compiled = torch.compile(
-        moe, fullgraph=True, backend=Graphs() if recipe.is_quantized else "inductor"
+        moe, fullgraph=True, backend=GraphRecorder() if recipe.is_quantized else "inductor"
     )
 
     def run(moe, x):

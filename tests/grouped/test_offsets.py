@@ -16,11 +16,11 @@ from tests.helpers import (
     I32,
     assert_same_buffers,
     assert_same_bytes,
+    compile_full_graph,
     contains_all,
-    ends,
+    offs_tensor,
     ops,
     sample,
-    whole_graph,
 )
 
 from .cases import FORMATS, bytes_of
@@ -33,14 +33,14 @@ FORMS = {
     "numpy uint8": np.array([7, 7, 33], dtype=np.uint8),
     "list of numpy": list(np.array([7, 7, 33])),
     "int64": torch.tensor([7, 7, 33]),
-    "strided": ends(7, 0, 7, 0, 33, 0)[::2],
+    "strided": offs_tensor(7, 0, 7, 0, 33, 0)[::2],
 }
 
 
 @pytest.mark.parametrize("offs", FORMS.values(), ids=FORMS)
 def test_every_form_of_offs_means_the_same(offs):
     x = sample(ROWS, 32)
-    want = grouped.quantize(x, FORMATS["1x16"], offs=ends(7, 7, 33), columnwise=True)
+    want = grouped.quantize(x, FORMATS["1x16"], offs=offs_tensor(7, 7, 33), columnwise=True)
     got = grouped.quantize(x, FORMATS["1x16"], offs=offs, columnwise=True)
     assert got.offs.dtype == I32
     assert_same_buffers(bytes_of(got), bytes_of(want))
@@ -148,36 +148,38 @@ def test_tensors_of_offs_on_a_cpu_are_checked_as_lists_are(call, backend):
     with cute_kernels.backend(backend):
         for bad, message in (
             (
-                ends(30, 0, 10),
+                offs_tensor(30, 0, 10),
                 contains_all(
                     "got 0 at 1", "look like counts, which add up to 40", "grouped.compute_offsets"
                 ),
             ),
-            (ends(20, 30, 29), "must not decrease or be negative, got 29 at 2$"),
-            (ends(-1, 30, 40), "negative, got -1 at 0$"),
-            (ends(10, 20, 41), "within the 40 rows of .*, got 41$"),
+            (offs_tensor(20, 30, 29), "must not decrease or be negative, got 29 at 2$"),
+            (offs_tensor(-1, 30, 40), "negative, got -1 at 0$"),
+            (offs_tensor(10, 20, 41), "within the 40 rows of .*, got 41$"),
         ):
             for _ in range(2):  # A plan does not depend on values.
                 with pytest.raises(ValueError, match=message):
                     call(bad)
-        for good in (ends(7, 7, 33), ends(0, 0, 0)):
+        for good in (offs_tensor(7, 7, 33), offs_tensor(0, 0, 0)):
             call(good)
 
 
+@pytest.mark.compile
+@pytest.mark.emulated
 def test_compiled_and_replayed_calls_check_offs():
-    run = whole_graph(lambda x, offs: grouped.linear(x, WEIGHT, None, offs, RECIPE))
-    run(X, ends(7, 7, 33))
+    run = compile_full_graph(lambda x, offs: grouped.linear(x, WEIGHT, None, offs, RECIPE))
+    run(X, offs_tensor(7, 7, 33))
     with pytest.raises(ValueError, match="got 0 at 1"):
-        run(X, ends(30, 0, 10))
+        run(X, offs_tensor(30, 0, 10))
     with cute_kernels.backend("emulated:sm_90a"), torch.no_grad():
         for _ in range(3):
-            MLP(X, ends(7, 7, 33))
+            MLP(X, offs_tensor(7, 7, 33))
         with pytest.raises(ValueError, match="got 0 at 1"):
-            MLP(X, ends(30, 0, 10))
+            MLP(X, offs_tensor(30, 0, 10))
 
 
 def test_offs_without_values_are_not_read():
-    offs = ends(30, 0, 10)
+    offs = offs_tensor(30, 0, 10)
     assert copy.deepcopy(LINEAR).to("meta")(X.to("meta"), offs.to("meta")).shape == (ROWS, 16)
     with FakeTensorMode() as mode:
         x, weight, fake = (mode.from_tensor(t) for t in (X, WEIGHT, offs))
@@ -188,7 +190,7 @@ def test_a_tensor_of_a_file_has_its_offs_checked():
     made = grouped.quantize(X, grouped.FP8(), offs=[7, 7, 33])
     with pytest.raises(ValueError, match="offs must end within the 40 rows of the tensor, got 41"):
         grouped.GroupedTensor(
-            made.shape, made.dtype, made.format, ends(7, 7, 41), made.rowwise, None
+            made.shape, made.dtype, made.format, offs_tensor(7, 7, 41), made.rowwise, None
         )
 
 
@@ -212,12 +214,12 @@ def recorded(monkeypatch):
     ],
 )
 def test_offs_of_a_device_are_checked_when_asked(recorded, bad, message):
-    with grouped.debug.check_offsets() as found:
-        LINEAR(X, ends(7, 7, 33))
+    with grouped.inspect.check_offsets() as found:
+        LINEAR(X, offs_tensor(7, 7, 33))
         found.check()
-        ops.grouped_amax(X, ends(*bad))
+        ops.grouped_amax(X, offs_tensor(*bad))
         line = inspect.currentframe().f_lineno - 1
-        LINEAR(X, ends(9, 8, 7))
+        LINEAR(X, offs_tensor(9, 8, 7))
         with pytest.raises(
             ValueError,
             match=contains_all(
@@ -228,17 +230,17 @@ def test_offs_of_a_device_are_checked_when_asked(recorded, bad, message):
         found.check()
     with (
         pytest.raises(ValueError, match=message),
-        grouped.debug.check_offsets(),
+        grouped.inspect.check_offsets(),
         torch.inference_mode(),
     ):
-        LINEAR(X, ends(*bad))
-    with pytest.raises(KeyError, match="its own"), grouped.debug.check_offsets():
-        LINEAR(X, ends(*bad))
+        LINEAR(X, offs_tensor(*bad))
+    with pytest.raises(KeyError, match="its own"), grouped.inspect.check_offsets():
+        LINEAR(X, offs_tensor(*bad))
         raise KeyError("its own")
     with (
-        grouped.debug.check_offsets(),
+        grouped.inspect.check_offsets(),
         pytest.raises(RuntimeError, match="active already"),
-        grouped.debug.check_offsets(),
+        grouped.inspect.check_offsets(),
     ):
         pass
     assert EndRowChecks.recorder is None
@@ -268,13 +270,13 @@ def test_operands_of_wgrad_are_cut_alike():
 
 def test_a_quantized_tensor_owns_its_boundaries():
     """Neither side sees the other write: callers reuse offs buffers, ``out=`` rewrites offs."""
-    offs = ends(7, 7, 33)
+    offs = offs_tensor(7, 7, 33)
     x = sample(ROWS, 32)
     xq = grouped.quantize(x, FORMATS["1x16"], offs=offs)
     before = xq.dequantize()
     offs.fill_(3)
     assert_same_bytes(xq.dequantize(), before)
-    second = ends(1, 2, 3)
+    second = offs_tensor(1, 2, 3)
     grouped.quantize(x, FORMATS["1x16"], offs=second, out=xq)
     xq.offs.zero_()
     assert offs.tolist() == [3, 3, 3] and second.tolist() == [1, 2, 3]

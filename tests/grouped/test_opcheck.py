@@ -3,11 +3,11 @@ import torch
 from torch.library import opcheck
 
 import grouped
-from tests.helpers import BF16, F16, F32, offsets, sample
+from tests.helpers import BF16, F16, F32, offs_from_splits, sample
 
 from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, weight
 
-OFFS = offsets((5, 0, 8))
+OFFS = offs_from_splits((5, 0, 8))
 ROWS, G, K, N = 15, 3, 64, 48  # two rows of tail
 ops = torch.ops.grouped
 

@@ -12,7 +12,7 @@ import grouped
 from cute_kernels import backend
 from cute_kernels.reference.adamw import adamw
 from grouped import optim
-from tests.helpers import BF16, F32, U8, each_arch, seeded
+from tests.helpers import BF16, F32, U8, each_arch, seeded_generator
 
 FORMATS = [
     grouped.NVFP4(),
@@ -25,7 +25,7 @@ SHAPE = (3, 80, 64)
 
 
 def draw(seed, *shape):
-    return torch.randn(*(shape or SHAPE), generator=seeded(seed))
+    return torch.randn(*(shape or SHAPE), generator=seeded_generator(seed))
 
 
 def same_bytes(p, q):
@@ -139,6 +139,7 @@ KERNEL_FORMATS = [
 ]
 
 
+@pytest.mark.emulated
 @each_arch
 @pytest.mark.parametrize("fmt", KERNEL_FORMATS, ids=str)
 def test_a_kernel_is_torchs_cuda_kernel_then_quantize(fmt, arch):
@@ -148,6 +149,7 @@ def test_a_kernel_is_torchs_cuda_kernel_then_quantize(fmt, arch):
         steps.step(steps.p.grad)
 
 
+@pytest.mark.emulated
 @each_arch
 @pytest.mark.parametrize("fmt", KERNEL_FORMATS, ids=str)
 def test_a_kernel_skips_a_step_under_grad_scaler(fmt, arch):
@@ -165,6 +167,7 @@ def test_a_kernel_skips_a_step_under_grad_scaler(fmt, arch):
         scaler.update()
 
 
+@pytest.mark.emulated
 @each_arch
 @pytest.mark.parametrize("fmt", KERNEL_FORMATS, ids=str)
 def test_a_kernel_reads_a_main_grad(fmt, arch):
@@ -177,6 +180,7 @@ def test_a_kernel_reads_a_main_grad(fmt, arch):
     steps.step(grad)
 
 
+@pytest.mark.emulated
 @each_arch
 def test_a_kernel_writes_prepacked_codes(arch):
     steps = KernelSteps(FORMATS[0], arch, is_prepacked=True)
@@ -185,6 +189,7 @@ def test_a_kernel_writes_prepacked_codes(arch):
         steps.step(steps.p.grad)
 
 
+@pytest.mark.compile
 @each_arch
 def test_a_compiled_step_calls_the_kernel(arch):
     steps = KernelSteps(FORMATS[3], arch)
@@ -210,6 +215,7 @@ NO_KERNEL = {
 }
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(("shape", "options", "amsgrad"), NO_KERNEL.values(), ids=NO_KERNEL)
 def test_torch_steps_masters_that_have_no_kernel(shape, options, amsgrad):
     p = nn.Parameter(grouped.quantize(draw(0, *shape), **{"fmt": FORMATS[0]} | options))

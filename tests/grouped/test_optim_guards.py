@@ -9,13 +9,13 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import grouped
 from grouped import MXFP8, optim, quantize
-from tests.helpers import BF16, sample, seeded
+from tests.helpers import BF16, sample, seeded_generator
 
 SHAPE = (3, 64, 80)
 
 
 def draw(seed):
-    return torch.randn(SHAPE, generator=seeded(seed))
+    return torch.randn(SHAPE, generator=seeded_generator(seed))
 
 
 def test_masters_are_detached():

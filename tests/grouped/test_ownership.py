@@ -170,6 +170,7 @@ OWNED = {
 }
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(("kind", "wrap"), OWNED.values(), ids=OWNED)
 def test_owners(kind, wrap, mesh):
     root, layer = wrap(model_of(), mesh)
@@ -230,6 +231,7 @@ def test_an_optimizer_of_replaced_parameters_raises_at_its_next_step(make):
     make(model.parameters(), lr=0.1).step()
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("called", [False, True])
 def test_what_is_assigned_to_a_sharded_layer(called, mesh):
     """FSDP2 would go on with its own tensor, without a word."""

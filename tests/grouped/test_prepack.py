@@ -9,9 +9,9 @@ from tests.helpers import (
     U8,
     assert_all_same,
     assert_same_bytes,
+    compile_full_graph,
     sample,
-    saved,
-    whole_graph,
+    save_and_load,
 )
 
 from .cases import FORMATS, WEIGHT_FORMAT, assert_same_tensor
@@ -69,7 +69,7 @@ def test_there_and_back():
     assert not torch.equal(packed.rowwise.codes, w.rowwise.codes)
     assert packed.prepack() is packed and w.unpack() is w
     assert_same_tensor(packed.unpack(), w)
-    assert_same_tensor(saved(packed), packed)
+    assert_same_tensor(save_and_load(packed), packed)
     for direction in ("rowwise", "columnwise"):
         assert_same_bytes(packed.dequantize(F32, direction), w.dequantize(F32, direction))
     for got, want in zip(packed.unbind(), w.unbind(), strict=True):
@@ -92,7 +92,7 @@ def test_products_have_the_same_bits(compiled):
     def products(w):
         return (grouped.grouped_gemm(a, w), grouped.grouped_gemm(grad, w, transpose_b=True))
 
-    run = whole_graph(products) if compiled else products
+    run = compile_full_graph(products) if compiled else products
     assert_all_same(run(w.prepack()), products(w))
 
 
@@ -110,6 +110,7 @@ def test_only_weights_can_be_prepacked():
         grouped.quantize(sample(3, N, K), FORMATS["row-scaled"]).prepack()
 
 
+@pytest.mark.emulated
 def test_other_architectures_say_so():
     a = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
     with (

@@ -220,6 +220,7 @@ def mesh():
     dist.destroy_process_group()
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -345,6 +346,7 @@ def test_weights_that_are_quantized_already():
         grouped.prepare(layer)
 
 
+@pytest.mark.distributed
 def test_prepared_weights_train_sharded_with_their_masters(mesh):
     """``fully_shard`` makes other parameters: the masters follow by name."""
     x, model, masters = sample(20, 64), moe_of(recipes.FP8Block()), {}

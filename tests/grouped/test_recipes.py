@@ -10,7 +10,7 @@ from cute_kernels.capability import support
 from grouped import recipes
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
-from tests.helpers import BF16, E4M3, E5M2, sample, step
+from tests.helpers import BF16, E4M3, E5M2, forward_backward, sample
 
 from .cases import ALL_RECIPES
 
@@ -23,7 +23,7 @@ def output(recipe):
     torch.manual_seed(1)
     layer = GroupedLinear(2, 64, 96, recipe=recipe)
     layer.weight = torch.nn.Parameter(sample(2, 96, 64))
-    return step(layer, sample(40, 64), sample(40, 96), [13, 35])[:3]
+    return forward_backward(layer, sample(40, 64), sample(40, 96), [13, 35])[:3]
 
 
 def assert_honoured(recipe, plain):

@@ -11,12 +11,12 @@ from grouped import recipes
 from grouped.functional.linear_passes import LinearCall
 from grouped.nn import GroupedLinear, GroupedMLP, MoE
 from perf.measure.memory import Saved, Sizes, measure, saved_by
-from tests.helpers import BF16, E4M3, F32, I32, ends, sample
+from tests.helpers import BF16, E4M3, F32, I32, offs_tensor, sample
 
 from .cases import ALL_RECIPES, QUANTIZED, WEIGHT_FORMAT
 
 ROWS, GROUPS, HIDDEN, WIDTH = 40, 3, 64, 32
-OFFS = ends(13, 13, 35)
+OFFS = offs_tensor(13, 13, 35)
 _OFFS = Saved((GROUPS,), I32, 4 * GROUPS)
 
 

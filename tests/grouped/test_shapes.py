@@ -10,7 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import F16, Graphs, assert_same_buffers, assert_same_bytes, ends, sample, saved
+from tests.helpers import (
+    F16,
+    GraphRecorder,
+    assert_same_buffers,
+    assert_same_bytes,
+    offs_tensor,
+    sample,
+    save_and_load,
+)
 
 from .cases import (
     SHAPES,
@@ -95,7 +103,7 @@ def test_members_are_views():
 
 def test_state_dicts_and_moves():
     a, b = (nn.ParameterDict({"w": parameter()}) for _ in range(2))
-    b.load_state_dict(saved(a.state_dict()))
+    b.load_state_dict(save_and_load(a.state_dict()))
     assert_same_tensor(b["w"].data, a["w"].data)
     a.to(F16)
     assert a["w"].dtype == F16
@@ -151,8 +159,9 @@ def test_out_is_written():
             quantize(given, shapes=shapes, out=q)
 
 
+@pytest.mark.compile
 def test_compiled_quantize_of_every_capacity(fresh_dynamo):
-    graphs = Graphs()
+    graphs = GraphRecorder()
 
     @torch.compile(fullgraph=True, backend=graphs, dynamic=True)
     def step(x):
@@ -168,8 +177,9 @@ def test_compiled_quantize_of_every_capacity(fresh_dynamo):
     assert len(graphs) == 1
 
 
+@pytest.mark.compile
 def test_each_shapes_have_a_graph_of_their_own(fresh_dynamo):
-    graphs = Graphs()
+    graphs = GraphRecorder()
 
     @torch.compile(fullgraph=True, backend=graphs)
     def step(x, shapes):
@@ -225,9 +235,10 @@ def test_rules_that_are_broken(message):
         grouped.quantize(arguments.pop("x"), NVFP4, **arguments)
 
 
+@pytest.mark.compile
 def test_shapes_on_a_tensor_cannot_be_traced(fresh_dynamo):
     step = torch.compile(
-        lambda x, s: grouped.quantize(x, NVFP4, shapes=s), fullgraph=True, backend=Graphs()
+        lambda x, s: grouped.quantize(x, NVFP4, shapes=s), fullgraph=True, backend=GraphRecorder()
     )
     with pytest.raises(Exception, match="shapes must be a host list in compiled code"):
         step(sample(CAPACITY), torch.tensor(SHAPES))
@@ -241,7 +252,7 @@ def test_parts_that_do_not_fit():
     for changes, message in (
         ({"shape": (10, 470)}, r"shape must be \(capacity,\) with shapes"),
         ({"shapes": None}, r"shape must be \(G, N, K\) without offs"),
-        ({"offs": ends(1)}, "offs and shapes are both given"),
+        ({"offs": offs_tensor(1)}, "offs and shapes are both given"),
         ({"shapes": [*SHAPES[:2], (100, 32), SHAPES[3]]}, "rowwise codes must have size"),
         ({"prepacked": True}, "prepacked weights are uniform, but shapes"),
     ):

@@ -40,6 +40,7 @@ def assert_initialized(parameter, fan_in):
     assert values.abs().max() > 0.8 * bound and values.unique().numel() > 0.9 * values.numel()
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("make", [GroupedLinear, GroupedMLP])
 def test_initialization_after_to_empty(mesh, make, single):
@@ -58,6 +59,7 @@ def test_initialization_after_to_empty(mesh, make, single):
         assert_initialized(parameter, N if name.startswith("down") else K)
 
 
+@pytest.mark.distributed
 @alone
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("reshard", [True, False])
@@ -84,6 +86,7 @@ def test_training_gives_the_bits_of_one_process(mesh, reshard, single):
         assert_same_bytes(a.full_tensor().detach(), b.detach())
 
 
+@pytest.mark.distributed
 @alone
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_kept_weight_is_not_used_after_a_step(mesh, reshard):
@@ -108,6 +111,7 @@ def test_a_kept_weight_is_not_used_after_a_step(mesh, reshard):
         layer(x, offs, is_first_microbatch=False)
 
 
+@pytest.mark.distributed
 @alone
 @pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad"])
 def test_gradients_of_sharded_parameters_go_no_other_way(mesh, option):

@@ -12,7 +12,7 @@ from tests.helpers import (
     assert_same_bytes,
     each_copy,
     sample,
-    saved,
+    save_and_load,
 )
 
 from .cases import RECIPES, WEIGHT_FORMAT, bytes_of
@@ -102,7 +102,7 @@ def test_keys_carry_the_prefix_of_a_parent():
 def test_equal_formats_keep_their_bytes():
     a, b = quantized_layer(), quantized_layer()
     held = b.weight.rowwise.codes.data_ptr()
-    b.load_state_dict(saved(a.state_dict()))
+    b.load_state_dict(save_and_load(a.state_dict()))
     assert_same_buffers(bytes_of(b.weight), bytes_of(a.weight))
     assert b.weight.rowwise.codes.data_ptr() == held
 

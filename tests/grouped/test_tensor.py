@@ -8,7 +8,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import BF16, F16, F32, I32, assert_same_buffers, assert_same_bytes, sample, saved
+from tests.helpers import (
+    BF16,
+    F16,
+    F32,
+    I32,
+    assert_same_buffers,
+    assert_same_bytes,
+    sample,
+    save_and_load,
+)
 
 from .cases import (
     EVERY_FORMAT,
@@ -232,12 +241,12 @@ FORMATS_AND_VARIANTS = EVERY_FORMAT | VARIANTS
 def test_save_and_load(fmt, options, weights_only):
     for made in MAKES.values():
         x = made(fmt, **options)
-        got = saved({"x": x}, weights_only)["x"]
+        got = save_and_load({"x": x}, weights_only)["x"]
         assert_same_tensor(got, x)
         assert not got.requires_grad
         assert_same_bytes(got.dequantize(), x.dequantize())
     for p in (parameter(requires_grad, fmt) for requires_grad in (True, False)):
-        got = saved(p, weights_only)
+        got = save_and_load(p, weights_only)
         assert isinstance(got, nn.Parameter) and got.requires_grad is p.requires_grad
         assert_same_tensor(got.data, p.data)
 
@@ -245,7 +254,7 @@ def test_save_and_load(fmt, options, weights_only):
 @every_format
 def test_a_file_keeps_aliases(fmt):
     x = ragged(fmt)
-    a, b = saved([x, x.detach()], weights_only=True)
+    a, b = save_and_load([x, x.detach()], weights_only=True)
     assert pointers(a) == pointers(b)
 
 

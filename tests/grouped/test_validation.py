@@ -3,7 +3,7 @@ import torch
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import I32, assert_same_buffers, ends, sample, saved
+from tests.helpers import I32, assert_same_buffers, offs_tensor, sample, save_and_load
 
 from .cases import EVERY_FORMAT, FORMATS, bytes_of, ragged, uniform
 
@@ -131,11 +131,11 @@ def test_a_file_whose_parts_do_not_fit_is_refused():
     x = ragged()
     x._codes = x._codes[:5]
     with pytest.raises(ValueError, match="rowwise codes must have size 36"):
-        saved(x, weights_only=False)
+        save_and_load(x, weights_only=False)
 
 
 def test_vmap_over_quantize_names_the_batch_that_there_is():
-    x, offs = sample(2, 36, 64), ends(7, 36)
+    x, offs = sample(2, 36, 64), offs_tensor(7, 36)
     with pytest.raises(TypeError, match=r"vmap over grouped.quantize.*\(G, N, K\)"):
         torch.vmap(lambda rows: grouped.quantize(rows, FORMATS["1x16"], offs=offs).dequantize())(x)
     with pytest.raises(TypeError, match="vmap over grouped.quantize"):

@@ -9,7 +9,7 @@ from grouped import NVFP4
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
 from grouped.tensor.validation import saved_format
-from tests.helpers import F16, F32, offsets, sample, step, whole_graph
+from tests.helpers import F16, F32, compile_full_graph, forward_backward, offs_from_splits, sample
 
 from .cases import bytes_of
 
@@ -93,22 +93,25 @@ def test_records_of_old_files():
 
 def gradients(layer, x, dy, offs, state=0, function=None):
     torch.manual_seed(state)
-    return step(layer, x, dy, offs, function=function)[:3]
+    return forward_backward(layer, x, dy, offs, function=function)[:3]
 
 
 def test_gradients_follow_the_generator():
     layer, x, dy = GroupedLinear(2, 64, 48, recipe=ROLES), sample(40, 64), sample(40, 48)
-    first, again, other = (gradients(layer, x, dy, offsets((13, 27)), s) for s in (1, 1, 2))
+    first, again, other = (
+        gradients(layer, x, dy, offs_from_splits((13, 27)), s) for s in (1, 1, 2)
+    )
     assert all(map(torch.equal, first, again))
     assert torch.equal(first[0], other[0])
     assert not torch.equal(first[1], other[1]) and not torch.equal(first[2], other[2])
 
 
+@pytest.mark.compile
 def test_a_compiled_layer_draws_anew():
     layer = GroupedLinear(2, 64, 48, recipe=ROLES)
-    compiled = whole_graph(layer, dynamic=True)
+    compiled = compile_full_graph(layer, dynamic=True)
     for rows in (40, 56):
-        given = sample(rows, 64), sample(rows, 48), offsets((13, rows - 13))
+        given = sample(rows, 64), sample(rows, 48), offs_from_splits((13, rows - 13))
         first, again, other = (gradients(layer, *given, state, compiled)[1:] for state in (1, 1, 2))
         assert all(map(torch.equal, first, again))
         assert not any(map(torch.equal, first, other))
@@ -118,9 +121,9 @@ def test_a_compiled_layer_draws_anew():
 def test_only_bf16_is_transformed(dtype):
     layer = GroupedLinear(2, 64, 48, recipe=ROLES)
     with torch.no_grad():
-        layer(sample(40, 64, dtype=dtype), offsets((13, 27)))
+        layer(sample(40, 64, dtype=dtype), offs_from_splits((13, 27)))
     with pytest.raises(TypeError, match="nvfp4:hadamard transforms .*: cast it, as x.bfloat16"):
-        layer(sample(40, 64, dtype=dtype), offsets((13, 27)))
+        layer(sample(40, 64, dtype=dtype), offs_from_splits((13, 27)))
     status = cute_kernels.support(
         "grouped_quantize", HADAMARD, "reference", dtype=dtype, columnwise=True
     )
@@ -134,7 +137,7 @@ def test_infinities_that_meet_in_a_transform(propagate):
     layer, x = GroupedLinear(2, 64, 48, recipe=recipe), sample(40, 64)
     for i, row in enumerate((0, 1, 2, 3)):
         x[row, 5] = torch.inf * (1 if i % 2 else -1)
-    y, _, dweight = gradients(layer, x, sample(40, 48), offsets((20, 20)))
+    y, _, dweight = gradients(layer, x, sample(40, 48), offs_from_splits((20, 20)))
     assert not y[:4].isfinite().any() and dweight[1].isfinite().all()
     if propagate:
         assert not dweight[0].isfinite().any()

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import grouped
-from tests.helpers import BF16, ends, sample, whole_graph
+from tests.helpers import BF16, compile_full_graph, offs_tensor, sample
 
 from .cases import FORMATS, RECIPES, WEIGHT_FORMAT, parameter, weight
 
@@ -104,14 +104,15 @@ def test_inference_tensors_have_no_version():
                 write(w)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 def test_compiled(recipe):
     layer = frozen_layer(recipe)
     x = sample(40, K).requires_grad_()
-    y = whole_graph(layer)(x, ends(*OFFS))
+    y = compile_full_graph(layer)(x, offs_tensor(*OFFS))
     before = versions(layer.weight)
 
-    @whole_graph
+    @compile_full_graph
     def requantize(w, dense):
         grouped.quantize(dense, WEIGHT_FORMAT, columnwise=True, out=w)
 

@@ -1,3 +1,5 @@
+"""Fused accumulation of weight gradients, and delayed weight gradients, of grouped layers."""
+
 import copy
 
 import pytest
@@ -13,9 +15,9 @@ from tests.helpers import (
     I32,
     assert_same_buffers,
     assert_same_bytes,
+    compile_full_graph,
     each_copy,
     sample,
-    whole_graph,
 )
 
 from .cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
@@ -29,7 +31,7 @@ RECIPES_AND_FORMS = [(name, "single") for name in ALL_RECIPES] + [
 ]
 
 
-def layer_of(recipe, form="single", **options):
+def make_layer(recipe, form="single", **options):
     torch.manual_seed(3)
     options.setdefault("dtype", BF16)
     return GroupedLinear(GROUPS, K, N, recipe=recipe, single_parameter=form == "single", **options)
@@ -40,7 +42,7 @@ def weights(layer):
 
 
 def give_main_grads(layer, form="single", dtype=F32, value=1.5):
-    """As Megatron does: views of one buffer, or else tensors of their own."""
+    """Give each weight a main_grad, as Megatron-LM does: views of one buffer, or single tensors."""
     parameters = weights(layer)
     if form == "one buffer":
         flat = torch.full((sum(p.numel() for p in parameters) + 8,), value, dtype=dtype)
@@ -54,12 +56,12 @@ def give_main_grads(layer, form="single", dtype=F32, value=1.5):
 
 
 def main_grads(layer):
-    held = [p.main_grad for p in weights(layer)]
-    return held[0] if held[0].dim() == 3 else torch.stack(held)
+    tensors = [p.main_grad for p in weights(layer)]
+    return tensors[0] if tensors[0].dim() == 3 else torch.stack(tensors)
 
 
 def fp32_wgrad(recipe, x, dy):
-    layer = layer_of(recipe).float()
+    layer = make_layer(recipe).float()
     layer(x, ENDS).backward(dy)
     return layer.weight.grad
 
@@ -76,13 +78,13 @@ def dy():
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(("name", "form"), RECIPES_AND_FORMS)
-def test_gradients_add_up_in_main_grad(name, form, dtype, x, dy):
-    """In fp32 before the one cast; the input's and the bias's are what they always are."""
+def test_main_grad_accumulates_in_fp32(name, form, dtype, x, dy):
+    """Each step rounds once; gradients of x and of the bias are unchanged."""
     recipe = ALL_RECIPES[name]
-    layer, plain = layer_of(recipe, form, fuse_wgrad_accumulation=True), layer_of(recipe, form)
+    layer, plain = make_layer(recipe, form, fuse_wgrad_accumulation=True), make_layer(recipe, form)
     give_main_grads(layer, form, dtype)
-    held = [p.main_grad for p in weights(layer)]
-    versions = [t._version for t in held]
+    buffers = [p.main_grad for p in weights(layer)]
+    versions = [t._version for t in buffers]
     want, dw = torch.full((GROUPS, N, K), 1.5, dtype=dtype), fp32_wgrad(recipe, x, dy)
     for step in range(2):
         leaves = [x.clone().requires_grad_() for _ in range(2)]
@@ -95,31 +97,31 @@ def test_gradients_add_up_in_main_grad(name, form, dtype, x, dy):
         for (name, p), q in zip(layer.named_parameters(), plain.parameters(), strict=True):
             if name.startswith("bias"):
                 assert_same_bytes(p.grad, q.grad)
-    assert all(p.main_grad is t for p, t in zip(weights(layer), held, strict=True))
-    assert all(t._version > v for t, v in zip(held, versions, strict=True))
+    assert all(p.main_grad is t for p, t in zip(weights(layer), buffers, strict=True))
+    assert all(t._version > v for t, v in zip(buffers, versions, strict=True))
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("way", ["is_first_microbatch", "overwrite_main_grad"])
-def test_overwriting(way, form, x, dy):
+@pytest.mark.parametrize("option", ["is_first_microbatch", "overwrite_main_grad"])
+def test_main_grad_is_overwritten(option, form, x, dy):
     recipe = RECIPES["row-scaled"]
-    layer = layer_of(recipe, form, fuse_wgrad_accumulation=True)
+    layer = make_layer(recipe, form, fuse_wgrad_accumulation=True)
     give_main_grads(layer, form, value=torch.nan)
     dw = fp32_wgrad(recipe, x, dy)
     for p in weights(layer):
-        p.overwrite_main_grad = way == "overwrite_main_grad"
-    first = way == "is_first_microbatch" or None
-    layer(x, ENDS, is_first_microbatch=first).backward(dy)
+        p.overwrite_main_grad = option == "overwrite_main_grad"
+    is_first = option == "is_first_microbatch" or None
+    layer(x, ENDS, is_first_microbatch=is_first).backward(dy)
     assert_same_bytes(main_grads(layer), dw)
     assert not main_grads(layer)[1].any()
     for p in weights(layer):
         p.overwrite_main_grad = False
-    layer(x, ENDS, is_first_microbatch=None if first is None else False).backward(dy)
+    layer(x, ENDS, is_first_microbatch=None if is_first is None else False).backward(dy)
     assert_same_bytes(main_grads(layer), dw + dw)
 
 
 def test_one_expert_overwrites_and_one_is_frozen(x, dy):
-    layer = layer_of(NVFP4, "discrete", fuse_wgrad_accumulation=True)
+    layer = make_layer(NVFP4, "discrete", fuse_wgrad_accumulation=True)
     give_main_grads(layer)
     layer.weight0.overwrite_main_grad = True
     layer.weight2.requires_grad_(False)
@@ -132,17 +134,19 @@ def test_one_expert_overwrites_and_one_is_frozen(x, dy):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_hooks_find(form, x, dy):
-    layer = layer_of(NVFP4, form, fuse_wgrad_accumulation=True)
+def test_hooks_find_a_gradient_of_zeros(form, x, dy):
+    """The weight's gradient is already in main_grad, so ``grad`` is zero."""
+    layer = make_layer(NVFP4, form, fuse_wgrad_accumulation=True)
     give_main_grads(layer, form)
-    seen, kept = [], []
+    calls, hooked = [], []
 
     def hook_of(name, p):
         def hook(*_):
+            """Check the gradient that the hook of a parameter finds, and drop it."""
             assert p.grad is not None and p.grad.shape == p.shape and p.grad.dtype == p.dtype
             added = getattr(p, "grad_added_to_main_grad", False)
             assert added == name.startswith("weight") and bool(p.grad.any()) != added
-            seen.append(name)
+            calls.append(name)
             p.grad = None
 
         return hook
@@ -150,12 +154,12 @@ def test_what_hooks_find(form, x, dy):
     for name, p in layer.named_parameters():
         p.grad_added_to_main_grad = False
         if p.dim() > 1 or name in ("bias0", "bias2"):  # the second expert has no tokens
-            kept.append(p.expand_as(p).grad_fn.next_functions[0][0])
-            kept[-1].register_hook(hook_of(name, p))
+            hooked.append(p.expand_as(p).grad_fn.next_functions[0][0])
+            hooked[-1].register_hook(hook_of(name, p))
     before = main_grads(layer).clone()
     for _ in range(2):
         layer(x, ENDS).backward(dy)
-    assert len(seen) == 2 * len(kept) and not torch.equal(main_grads(layer), before)
+    assert len(calls) == 2 * len(hooked) and not torch.equal(main_grads(layer), before)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +191,8 @@ def test_what_hooks_find(form, x, dy):
 )
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("single", [True, False])
-def test_a_main_grad_that_does_not_fit(single, delay, make, error, match, x, dy):
-    layer = layer_of(
+def test_an_invalid_main_grad_raises(single, delay, make, error, match, x, dy):
+    layer = make_layer(
         NVFP4, "single" if single else "discrete", fuse_wgrad_accumulation=True, delay_wgrad=delay
     )
     give_main_grads(layer)
@@ -203,14 +207,14 @@ def test_a_main_grad_that_does_not_fit(single, delay, make, error, match, x, dy)
     with counter, pytest.raises(error, match=match):
         layer.backward_dw() if delay else y.backward(dy)
     assert not {name for name in counter.counts if "group" in name}
-    if delay:  # What waited is there still.
+    if delay:  # The delayed gradients are still there.
         give_main_grads(layer)
         layer.backward_dw()
         assert (main_grads(layer) != 1.5).any()
 
 
-def test_a_quantized_parameter(x, dy):
-    layer = layer_of(NVFP4, fuse_wgrad_accumulation=True)
+def test_main_grad_of_a_quantized_parameter(x, dy):
+    layer = make_layer(NVFP4, fuse_wgrad_accumulation=True)
     layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
     give_main_grads(layer)
     layer(x, ENDS).backward(dy)
@@ -227,9 +231,10 @@ def gradients(layer):
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize(("name", "form"), [*RECIPES_AND_FORMS, ("delayed scaling", "single")])
 def test_delayed_gradients_are_the_same(name, form, fuse):
+    """``backward_dw`` computes the gradients of several batches in order."""
     recipe = ALL_RECIPES.get(name, FP8Delayed(history_length=4))
     delayed, plain = (
-        layer_of(recipe, form, fuse_wgrad_accumulation=fuse, delay_wgrad=delay)
+        make_layer(recipe, form, fuse_wgrad_accumulation=fuse, delay_wgrad=delay)
         for delay in (True, False)
     )
     for layer in (delayed, plain) if fuse else ():
@@ -253,7 +258,7 @@ def test_delayed_gradients_are_the_same(name, form, fuse):
 
 @pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_backward_computes_dx_only(recipe, x, dy):
-    layer = layer_of(recipe, delay_wgrad=True)
+    layer = make_layer(recipe, delay_wgrad=True)
     y = layer(x.clone().requires_grad_(), torch.tensor(ENDS, dtype=I32))
     with OpCounter() as counter:
         y.backward(dy)
@@ -266,11 +271,11 @@ def test_backward_computes_dx_only(recipe, x, dy):
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "x", "weight bias"])
 @pytest.mark.parametrize("form", FORMS[:2])
-def test_delayed_beside_frozen_parameters(form, frozen, x, dy):
+def test_delayed_gradients_with_frozen_parameters(form, frozen, x, dy):
     results = []
     for delay in (True, False):
         # Frozen weights need no main_grad.
-        layer = layer_of(
+        layer = make_layer(
             RECIPES["row-scaled"],
             form,
             delay_wgrad=delay,
@@ -290,28 +295,28 @@ def test_delayed_beside_frozen_parameters(form, frozen, x, dy):
             assert_same_bytes(grad, want, name)
 
 
-def test_hooks_run_when_the_gradients_are_there(x, dy):
-    layer = layer_of(NVFP4, delay_wgrad=True)
+def test_hooks_run_in_backward_dw(x, dy):
+    layer = make_layer(NVFP4, delay_wgrad=True)
     assert all(p.skip_backward_post_hook for p in layer.parameters())
-    seen = []
-    layer.weight.register_hook(lambda grad: seen.append("weight") or grad * 2)
-    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
-    layer.register_full_backward_hook(lambda *_: seen.append("layer"))
-    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append("reduce"))
+    calls = []
+    layer.weight.register_hook(lambda grad: calls.append("weight") or grad * 2)
+    layer.weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
+    layer.register_full_backward_hook(lambda *_: calls.append("layer"))
+    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append("reduce"))
     layer(x.requires_grad_(), ENDS).backward(dy)
-    assert seen == ["layer"]
+    assert calls == ["layer"]
     layer.backward_dw()
-    assert seen == ["layer", "weight", "accumulated", "reduce"]
-    want = layer_of(NVFP4)
+    assert calls == ["layer", "weight", "accumulated", "reduce"]
+    want = make_layer(NVFP4)
     want(x, ENDS).backward(dy)
     assert_same_bytes(layer.weight.grad, 2 * want.weight.grad)
 
 
-def test_delayed_under_activation_checkpointing_and_in_other_grad_modes(x, dy):
-    plain = layer_of(NVFP4)
+def test_delayed_gradients_under_activation_checkpointing(x, dy):
+    plain = make_layer(NVFP4)
     plain(x, ENDS).backward(dy)
     for reentrant in (True, False):
-        layer = layer_of(NVFP4, delay_wgrad=True)
+        layer = make_layer(NVFP4, delay_wgrad=True)
         y = torch.utils.checkpoint.checkpoint(
             layer, x.clone().requires_grad_(), ENDS, use_reentrant=reentrant
         )
@@ -321,28 +326,35 @@ def test_delayed_under_activation_checkpointing_and_in_other_grad_modes(x, dy):
         assert_same_bytes(layer.weight.grad, plain.weight.grad)
 
 
-def test_without_the_option_and_without_parameters_to_train(x, dy):
+def test_backward_dw_needs_the_option():
     with pytest.raises(RuntimeError, match="made with delay_wgrad=True"):
-        layer_of(RECIPES["bf16"]).backward_dw()
-    layer = layer_of(RECIPES["bf16"], delay_wgrad=True).requires_grad_(False)
+        make_layer(RECIPES["bf16"]).backward_dw()
+
+
+def test_backward_dw_of_a_frozen_layer_does_nothing(x, dy):
+    layer = make_layer(RECIPES["bf16"], delay_wgrad=True).requires_grad_(False)
     layer(x.requires_grad_(), ENDS).backward(dy)
     layer.backward_dw()
 
 
 @each_copy
-def test_copies_wait_for_nothing(copied, x, dy):
-    layer = layer_of(NVFP4, delay_wgrad=True)
+def test_copies_have_no_delayed_gradients(copied, x, dy):
+    layer = make_layer(NVFP4, delay_wgrad=True)
     layer(x, ENDS).backward(dy)
     with pytest.raises(RuntimeError, match="nothing to compute"):
         copied(layer).backward_dw()
     layer.backward_dw()
 
 
-@pytest.mark.parametrize("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad": True}])
-def test_compiled_and_transformed(options, x, dy, fresh_dynamo):
-    """A graph breaks at such a layer; who wants one graph, or a transform, hears of it."""
+OPTIONS = ({"fuse_wgrad_accumulation": True}, {"delay_wgrad": True})
+OPTION_NAMES = ("fused", "delayed")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("options", OPTIONS, ids=OPTION_NAMES)
+def test_compiled_layers_break_the_graph(options, x, dy, fresh_dynamo):
     recipe, offs = NVFP4, torch.tensor(ENDS)
-    layer, eager = layer_of(recipe, **options), layer_of(recipe, **options)
+    layer, eager = make_layer(recipe, **options), make_layer(recipe, **options)
     for module in (layer, eager):
         give_main_grads(module)
         run = torch.compile(module, backend="aot_eager") if module is layer else module
@@ -353,54 +365,65 @@ def test_compiled_and_transformed(options, x, dy, fresh_dynamo):
     assert_same_bytes(layer.weight.grad, eager.weight.grad)
     assert_same_bytes(main_grads(layer), main_grads(eager))
 
+
+@pytest.mark.compile
+@pytest.mark.parametrize("options", OPTIONS, ids=OPTION_NAMES)
+def test_one_graph_exports_and_transforms_raise(options, x, fresh_dynamo):
+    layer, offs = make_layer(NVFP4, **options), torch.tensor(ENDS)
+    give_main_grads(layer)
     message = "trains in eager mode only"
-    torch._dynamo.reset()
-    whole = whole_graph(layer)
     with pytest.raises(Exception, match=message):
-        whole(x, offs)
+        compile_full_graph(layer)(x, offs)
     for strict in (True, False):
         with pytest.raises(Exception, match=message):
             torch.export.export(layer, (x, offs), strict=strict)
     with pytest.raises(RuntimeError, match=message):
         torch.func.grad(lambda x: layer(x, offs).sum())(x)
-    # Nothing is lost where nobody asks for gradients of parameters.
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("options", OPTIONS, ids=OPTION_NAMES)
+def test_one_graph_without_gradients_of_parameters(options, x, dy, fresh_dynamo):
+    layer, offs = make_layer(NVFP4, **options), torch.tensor(ENDS)
+    eager, graph = make_layer(NVFP4, **options), compile_full_graph(layer)
     with torch.no_grad():
-        assert_same_bytes(whole(x, offs), eager(x, offs))
+        assert_same_bytes(graph(x, offs), eager(x, offs))
     layer.requires_grad_(False)
     leaf = x.clone().requires_grad_()
-    whole(leaf, offs).backward(dy)
+    graph(leaf, offs).backward(dy)
     assert leaf.grad.any()
 
 
 @pytest.mark.parametrize("single", [True, False])
 def test_a_step_without_delayed_gradients_warns(single, x, dy, recwarn):
-    """Of parameters that the optimizer has, and only as long as gradients wait."""
-    layer = layer_of(RECIPES["bf16"], "single" if single else "discrete", delay_wgrad=True)
-    other = nn.Parameter(torch.zeros(2))
-    both, alone = (torch.optim.SGD(ps, lr=0.1) for ps in ([other, *layer.parameters()], [other]))
-    other.grad = torch.ones(2)
-    both.step()
+    """Only an optimizer with these parameters warns, and only while gradients are delayed."""
+    layer = make_layer(RECIPES["bf16"], "single" if single else "discrete", delay_wgrad=True)
+    unrelated = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([unrelated, *layer.parameters()], lr=0.1)
+    unrelated_optimizer = torch.optim.SGD([unrelated], lr=0.1)
+    unrelated.grad = torch.ones(2)
+    optimizer.step()
     layer(x, ENDS).backward(dy)
     layer(x, ENDS).backward(dy)
-    alone.step()
+    unrelated_optimizer.step()
     assert not recwarn.list
     count = 2 if single else 2 * GROUPS
     with pytest.warns(
         UserWarning, match=rf"SGD.step\(\) without the gradients of {count} parameters.*backward_dw"
     ):
-        both.step()
+        optimizer.step()
     assert layer.weight.grad is None if single else layer.weight0.grad is None
     layer.backward_dw()
     with pytest.warns(UserWarning, match="backward_dw"):
-        both.step()
+        optimizer.step()
     layer.backward_dw()
     recwarn.clear()
-    both.step()
+    optimizer.step()
     assert not recwarn.list
 
 
-def test_a_copy_of_a_layer_with_delayed_gradients_warns_of_its_own(x, dy, recwarn):
-    layer = layer_of(RECIPES["bf16"], delay_wgrad=True)
+def test_a_copied_layer_warns_for_its_own_gradients(x, dy, recwarn):
+    layer = make_layer(RECIPES["bf16"], delay_wgrad=True)
     layer(x, ENDS).backward(dy)
     again = copy.deepcopy(layer)
     optimizer = torch.optim.SGD(again.parameters(), lr=0.1)

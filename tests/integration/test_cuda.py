@@ -9,10 +9,12 @@ import torch
 import cute_kernels
 import grouped
 from cute_kernels.formats import parse
-from tests.helpers import I32, seeded
+from tests.helpers import I32, seeded_generator
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 ARCH = cute_kernels.active_backend(CUDA).arch
@@ -54,7 +56,7 @@ def make_layer(recipe, device=CUDA, bias=True, kind=LAYERS["mlp"]):
 
 
 def make_input(device=CUDA, seed=1):
-    return torch.randn(ROWS, FEATURES, generator=seeded(seed)).bfloat16().to(device)
+    return torch.randn(ROWS, FEATURES, generator=seeded_generator(seed)).bfloat16().to(device)
 
 
 def step(layer, x, offs):
@@ -134,6 +136,7 @@ def test_two_streams(recipe):
             assert_same(got, want)
 
 
+@pytest.mark.compile
 def test_compiled_step():
     layer, offs = make_layer(grouped.recipes.NVFP4RowScaled), ends(SPLITS[0])
     want = step(layer, make_input(), offs)
@@ -159,9 +162,9 @@ def test_the_lens_waits_for_nothing_and_sees_what_it_sees_on_a_cpu(recipe):
     def looked(device):
         layer, x, offs = make_layer(recipe, device), make_input(device), ends(SPLITS[0], device)
         plain = step(layer, x, offs)
-        with grouped.debug.inspect(layer):
+        with grouped.inspect.inspect(layer):
             step(layer, x, offs)  # Loads kernels.
-        lens = grouped.debug.inspect(layer)
+        lens = grouped.inspect.inspect(layer)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if device == CUDA else "default")
         try:
@@ -181,12 +184,12 @@ def test_the_lens_waits_for_nothing_and_sees_what_it_sees_on_a_cpu(recipe):
     "text", ["nvfp4", "nvfp4:block=16x16", "fp8", "fp8_block:block=128x128", "mxfp8"]
 )
 def test_an_optimizer_has_the_bits_of_torch_then_quantize(monkeypatch, text):
-    w, made = torch.randn(3, 200, 160, generator=seeded(0)).to(CUDA), []
+    w, made = torch.randn(3, 200, 160, generator=seeded_generator(0)).to(CUDA), []
     for _ in range(2):
         p = torch.nn.Parameter(grouped.quantize(w.bfloat16(), parse(text), columnwise=True))
         ours = grouped.optim.AdamW([p], lr=3e-3, masters={p: w})
         for seed in range(4):
-            p.grad = torch.randn(w.shape, generator=seeded(seed)).bfloat16().to(CUDA)
+            p.grad = torch.randn(w.shape, generator=seeded_generator(seed)).bfloat16().to(CUDA)
             ours.step()
         made.append([*ours.state[p].values(), *(t.view(torch.uint8) for t in p._inner().values())])
         monkeypatch.setattr(grouped.optim, "_has_kernel", lambda part: False)
@@ -197,7 +200,7 @@ def test_offs_are_checked_without_a_synchronization():
     """Also in the replays of a graph; the message has the first call."""
     layer, x = make_layer(grouped.recipes.BF16, kind=LAYERS["linear"]), make_input()
     offs = ends([40, 40, 57, 96])
-    with torch.no_grad(), grouped.debug.check_offsets() as found:
+    with torch.no_grad(), grouped.inspect.check_offsets() as found:
         layer(x, offs)
         torch.cuda.set_sync_debug_mode("error")
         layer(x, offs)

@@ -51,6 +51,7 @@ def step(recipe, backend):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(("arch", "recipe"), STEPS)
 def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, arch):
     cute_kernels.emulator.reset_stats()
@@ -73,6 +74,7 @@ def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, arch):
 SERVED = (grouped.recipes.BF16, grouped.recipes.MXFP8, grouped.recipes.FP8Current)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("recipe", SERVED)
 def test_nvfp4_weights_beside_other_activations(recipe):
     """W4A16 and W4A8 in a module: y and the gradient of x."""

@@ -8,7 +8,7 @@ from torch import nn
 
 import grouped
 from grouped import GroupedTensor, recipes
-from tests.helpers import BF16, F16, F32, assert_same_bytes, contains_all, seeded
+from tests.helpers import BF16, F16, F32, assert_same_bytes, contains_all, seeded_generator
 
 accelerate = pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -29,7 +29,7 @@ def model_of(recipe=RECIPES["NVFP4"], **options):
 
 
 def run(model):
-    x = torch.randn(32, 64, generator=seeded(1)).to(BF16)
+    x = torch.randn(32, 64, generator=seeded_generator(1)).to(BF16)
     with torch.no_grad():
         return model["mlp"](x, OFFS)
 
@@ -164,7 +164,7 @@ def test_other_libraries_get_no_null_pointer():
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_what_the_message_advises(fmt, tmp_path):
-    q = grouped.quantize(torch.randn(2, 32, 64, generator=seeded(0)), fmt)
+    q = grouped.quantize(torch.randn(2, 32, 64, generator=seeded_generator(0)), fmt)
     safetensors.save_file(q.to_parts(), tmp_path / "a")
     again = GroupedTensor.from_parts(fmt, **safetensors.load_file(tmp_path / "a"), dtype=q.dtype)
     assert_same_bytes(again.dequantize(), q.dequantize())
@@ -198,7 +198,7 @@ def test_prepared_models_change_their_dtype(recipe, dtype):
     model = model_of(recipe)
     want = run(model)
     model.to(dtype)
-    x = torch.randn(32, 64, generator=seeded(1)).to(BF16).to(dtype)
+    x = torch.randn(32, 64, generator=seeded_generator(1)).to(BF16).to(dtype)
     with torch.no_grad():
         got = model["mlp"](x, OFFS)
     assert got.dtype == model["mlp"].down.weight.dtype == dtype
@@ -232,7 +232,7 @@ def test_swapped_plain_weights():
         grouped.nn.GroupedLinear(2, 64, 64, bias=False, recipe=RECIPES["NVFP4"], dtype=BF16).eval()
         for _ in (0, 1)
     ]
-    x = torch.randn(32, 64, generator=seeded(1)).to(BF16)
+    x = torch.randn(32, 64, generator=seeded_generator(1)).to(BF16)
     with torch.no_grad():
         wants = [model(x, OFFS) for model in reversed(models)]
         torch.utils.swap_tensors(*(model.eval().weight for model in models))

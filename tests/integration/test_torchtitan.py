@@ -83,6 +83,7 @@ def on_two_ranks(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.distributed
 def test_experts_spread_by_torchtitan(tmp_path):
     torch.multiprocessing.spawn(on_two_ranks, (str(tmp_path),), 2)
 
@@ -200,7 +201,7 @@ def test_overrides_of_experts(logged):
     ):
         with pytest.raises(ValueError, match=message):
             apply_overrides(OverrideConfig(imports=[(ours, options)]), tree_of(1))
-    with pytest.raises(ValueError, match="does not take CuteGroupedExperts.*left it as it is"):
+    with pytest.raises(ValueError, match="does not apply to CuteGroupedExperts.*left it unchanged"):
         apply_overrides(
             OverrideConfig(imports=[(ours, {"after": fused})]), converted("FP8Block", tree_of(1))
         )

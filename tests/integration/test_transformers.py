@@ -20,9 +20,9 @@ from tests.helpers import (
     BF16,
     assert_same_buffers,
     assert_same_bytes,
+    compile_full_graph,
     contains_all,
-    seeded,
-    whole_graph,
+    seeded_generator,
 )
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
@@ -80,7 +80,7 @@ def model_of(name, dtype=BF16):
 
 
 def ids_of():
-    return torch.randint(1, VOCABULARY, (2, 9), generator=seeded(1))
+    return torch.randint(1, VOCABULARY, (2, 9), generator=seeded_generator(1))
 
 
 def logits(model, implementation):
@@ -196,6 +196,7 @@ def test_other_experts_beside_stock(options, parallel):
         torch.testing.assert_close(got, want, rtol=0.03, atol=0.03)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("name", [*MODELS])
 def test_compiled_in_one_graph(name, fresh_dynamo):
     """Router, experts and what a model has beside them; in the last prepared experts."""
@@ -204,7 +205,7 @@ def test_compiled_in_one_graph(name, fresh_dynamo):
     if name == "GptOss":
         integration.prepare(model)
     block = model.model.layers[-1].mlp
-    compiled = whole_graph(block, dynamic=True)
+    compiled = compile_full_graph(block, dynamic=True)
 
     def result(block, x):
         with torch.no_grad():
@@ -254,7 +255,7 @@ def test_what_a_prepared_model_says(tmp_path):
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="keeps scales from step to step"):
+    with pytest.raises(ValueError, match="scales that last from step to step"):
         integration.register(mine=recipes.FP8Delayed())
     with pytest.raises(TypeError, match="recipe"):
         integration.register(mine="bf16")
@@ -298,6 +299,7 @@ def test_prepared_models_of_other_dtypes_run(name, implementation, dtype):
         assert_same_bytes(got, want)
 
 
+@pytest.mark.distributed
 def test_sharded_models_are_refused(single_rank):
     model = model_of("Mixtral")
     want = logits(model, "grouped_nvfp4")
@@ -315,6 +317,7 @@ def test_sharded_models_are_refused(single_rank):
     assert_same_bytes(logits(model, "grouped_nvfp4"), want)
 
 
+@pytest.mark.distributed
 def test_experts_that_are_dtensors_are_refused(single_rank):
     model = model_of("Mixtral")
     model.set_experts_implementation("grouped_nvfp4")
@@ -366,6 +369,7 @@ def test_a_prepared_model_takes_implementations_that_multiply_its_weights(tmp_pa
             one.save_pretrained(tmp_path)
 
 
+@pytest.mark.emulated
 def test_weights_lie_as_the_implementation_reads_them():
     model = model_of("Mixtral")
     with backend("emulated:sm_90a"):
@@ -437,13 +441,14 @@ def test_names_of_experts_that_transformers_does_not_read_are_warned_of(name, tm
     )
 
 
+@pytest.mark.emulated
 def test_a_recorded_call_sees_that_a_weight_lies_in_another_order():
     pytest.importorskip("cutlass")
     model = model_of("Qwen3Moe")
     model.set_experts_implementation("grouped_nvfp4")
     experts = model.model.layers[0].mlp.experts
     x, ids = (
-        torch.randn(6, HIDDEN, generator=seeded(2)).to(BF16),
+        torch.randn(6, HIDDEN, generator=seeded_generator(2)).to(BF16),
         torch.tensor([[0, 1], [1, 2], [2, 0]] * 2),
     )
     with torch.no_grad(), backend("emulated:sm_90a"):

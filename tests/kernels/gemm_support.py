@@ -8,7 +8,8 @@ from torch import Tensor
 import ptx_emulator as emulator
 from cute_kernels import reference
 from cute_kernels.formats import NVFP4, Format, FP8Block
-from cute_kernels.kernels.gemm.common.problem import GemmArguments, GemmConfig
+from cute_kernels.kernels.gemm.common.config import GemmConfig
+from cute_kernels.kernels.gemm.common.problem import GemmArguments
 from cute_kernels.kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from cute_kernels.kernels.gemm.sm100.config import ScaleTilesConfig, Sm100GemmConfig
@@ -18,7 +19,7 @@ from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.ops.gemm.operands_sm100 import scale_tiles
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime import architecture, compile_kernel
-from tests.helpers import DTYPES, F16, U8, assert_same_bytes, offsets, seeded
+from tests.helpers import DTYPES, F16, U8, assert_same_bytes, offs_from_splits, seeded_generator
 from tests.kernels.op_support import array_of, check_touched
 
 ARCH = "sm_100a"
@@ -122,7 +123,7 @@ def formats_of(config):
 
 def randn(*shape, seed):
     """Values of several magnitudes, so that block scales and row amaxes differ."""
-    generator = seeded(seed)
+    generator = seeded_generator(seed)
     rows = torch.randn(*shape[:-1], 1, generator=generator).exp()
     return torch.randn(*shape, generator=generator) * rows
 
@@ -222,7 +223,7 @@ class Product:
 
 def m_grouped(config, sizes, n, k, tail=0, *, columnwise_b=False, seed=0):
     """Ragged rows, the ``tail`` included, times a matrix a group (fprop; dgrad if columnwise)."""
-    offs, rows, groups = offsets(sizes), sum(sizes) + tail, len(sizes)
+    offs, rows, groups = offs_from_splits(sizes), sum(sizes) + tail, len(sizes)
     x = randn(rows, k, seed=seed)
     transposed = columnwise_b or config.transpose_b
     w = randn(groups, *((k, n) if transposed else (n, k)), seed=seed + 1)
@@ -251,7 +252,7 @@ def m_grouped(config, sizes, n, k, tail=0, *, columnwise_b=False, seed=0):
 
 def k_grouped(config, sizes, m, n, tail=0, *, seed=0):
     """Two ragged operands over their rows (wgrad)."""
-    offs, rows = offsets(sizes), sum(sizes) + tail
+    offs, rows = offs_from_splits(sizes), sum(sizes) + tail
     x, y = randn(rows, m, seed=seed), randn(rows, n, seed=seed + 1)
     a_fmt, b_fmt = formats_of(config)
     if a_fmt is not None and b_fmt is not None:
@@ -266,7 +267,7 @@ def wild(product, spread=20):
     """With every code, NaN and infinity included, and scales of every magnitude: fp32 ones times up
     to 2^spread.
     """
-    generator = seeded(3)
+    generator = seeded_generator(3)
     for operand in (product.a, product.b):
         codes = operand.codes.view(U8)
         drawn = torch.randint(0, 256, codes.shape, generator=generator).to(U8)

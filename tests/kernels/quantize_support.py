@@ -15,7 +15,7 @@ from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
 from cute_kernels.testing.compiled import compile_for_emulator
-from tests.helpers import DTYPES, assert_same_buffers, ends, poisoned, seeded
+from tests.helpers import DTYPES, assert_same_buffers, offs_tensor, poisoned, seeded_generator
 from tests.kernels.op_support import watching
 
 ARCH = "sm_100a"
@@ -37,13 +37,13 @@ def ragged_cases(odd, *cols):
     ``odd`` says so of K beside odd rows.
     """
     cases = {
-        "one group": (256, ends(256)),
-        "one row": (1, ends(1)),
-        odd: (300, ends(7, 136, 137, 300)),
-        "empty first, middle, last": (200, ends(0, 0, 65, 65, 65, 190, 200, 200)),
-        "all empty": (64, ends(0, 0, 0)),
-        "tail": (260, ends(3, 131, 219)),
-        "tile boundaries": (513, ends(127, 255, 384, 513)),
+        "one group": (256, offs_tensor(256)),
+        "one row": (1, offs_tensor(1)),
+        odd: (300, offs_tensor(7, 136, 137, 300)),
+        "empty first, middle, last": (200, offs_tensor(0, 0, 65, 65, 65, 190, 200, 200)),
+        "all empty": (64, offs_tensor(0, 0, 0)),
+        "tail": (260, offs_tensor(3, 131, 219)),
+        "tile boundaries": (513, offs_tensor(127, 255, 384, 513)),
     }
     return {
         name: (rows, k, offs) for (name, (rows, offs)), k in zip(cases.items(), cols, strict=True)
@@ -147,7 +147,7 @@ def quantize(config, problem, given=None):
     if not is_tiles:
         launch(config, *problem.inputs, amax, out["codes"], out.get("scales"), *results)
         return out
-    group = amax if amax_t is None or config.has_own_columns else amax_t
+    group = amax if amax_t is None or config.has_column_amax else amax_t
     if group is amax_t and amax is not None and not config.uses_row_amax:
         out["amax"] = group
     levels = (
@@ -155,7 +155,7 @@ def quantize(config, problem, given=None):
         (problem.scales(fmt) if fmt.has_given_scale else group) if config.uses_group_amax else None,
     )
     copies = map(out.get, ("codes", "scales", "codes_t", "scales_t"))
-    own = (amax if fmt.has_given_scale else None, amax_t if config.has_own_columns else None)
+    own = (amax if fmt.has_given_scale else None, amax_t if config.has_column_amax else None)
     seed = SEED if fmt.is_stochastic else None
     launch(config, *problem.inputs, *levels, *copies, *results, *own, seed, None, None)
     return out
@@ -174,7 +174,7 @@ def check(config, problem, given=None, **options):
 
 
 def random_input(shape, dtype, seed=0):
-    generator = seeded(seed)
+    generator = seeded_generator(seed)
     x = torch.randn(shape, generator=generator)
     x *= torch.exp2(torch.randint(-6, 7, (*shape[:-1], 1), generator=generator).float())
     x[..., torch.rand(shape[:-1], generator=generator) < 0.05, :] = 0.0
@@ -186,7 +186,7 @@ def random_input(shape, dtype, seed=0):
 def special_input(rows, cols, dtype):
     """Special values; each row has its own mixture, so rows of one group clash as well."""
     info = torch.finfo(dtype)
-    generator = seeded(1)
+    generator = seeded_generator(1)
     x = torch.randn(rows, cols, generator=generator)
     magnitude = torch.randint(-40, 36, (rows, cols // 16, 1), generator=generator).float()
     x = (x.unflatten(1, (-1, 16)) * torch.pow(10.0, magnitude)).flatten(1)

@@ -8,18 +8,19 @@ import torch
 from cute_kernels import backend
 from cute_kernels.formats import parse
 from cute_kernels.formats.activations import parse_activation
-from cute_kernels.kernels.quantize.config import Prologue, QuantizeProblem, RowsConfig, TileConfig
+from cute_kernels.kernels.quantize.choose import choose_row_config, choose_tile_config
+from cute_kernels.kernels.quantize.config import Prologue, QuantizeProblem
 from cute_kernels.reference.activations import activate, activate_gradient
 from tests.helpers import (
     BF16,
     DTYPES,
     U8,
     assert_same_bytes,
-    ends,
-    many_groups,
+    offs_of_many_groups,
+    offs_tensor,
     ops,
     poisoned,
-    seeded,
+    seeded_generator,
 )
 
 from .op_support import ARCHITECTURES, array_of, check, check_code, check_touched, each_mode
@@ -32,11 +33,16 @@ CLAMPED = "clamped_swiglu:alpha=1.5,limit=2.0"
 CURVES = ("geglu", "swiglu", "qgeglu", "reglu", "sreglu", CLAMPED)
 #: (rows of the buffer, K, end rows), and what is in them. Halves of 136 and 144 columns.
 RAGGED = {
-    "odd rows, odd K": (300, 288, ends(7, 136, 137, 300), random_input),
-    "empty first, middle, last; tail": (210, 96, ends(0, 0, 65, 65, 65, 190, 200, 200), None),
-    "one row": (1, 32, ends(1), random_input),
-    "special values": (150, 256, ends(3, 40, 150), special_input),
-    "all empty": (64, 32, ends(0, 0), random_input),
+    "odd rows, odd K": (300, 288, offs_tensor(7, 136, 137, 300), random_input),
+    "empty first, middle, last; tail": (
+        210,
+        96,
+        offs_tensor(0, 0, 65, 65, 65, 190, 200, 200),
+        None,
+    ),
+    "one row": (1, 32, offs_tensor(1), random_input),
+    "special values": (150, 256, offs_tensor(3, 40, 150), special_input),
+    "all empty": (64, 32, offs_tensor(0, 0), random_input),
 }
 
 
@@ -84,7 +90,7 @@ def every_number():
 def test_bits_of_every_curve(arch, by_table, act):
     a, record = every_number(), parse_activation(act)
     a = a[: 65536 if by_table else len(a) // 2 * 2]
-    b, grad = torch.randn(2, len(a), generator=seeded(0)) * 4
+    b, grad = torch.randn(2, len(a), generator=seeded_generator(0)) * 4
     b[:: len(a) // 7] = torch.nan
     b[1 :: len(a) // 7] = torch.inf
     got = [torch.zeros_like(a) for _ in range(3)]
@@ -132,14 +138,14 @@ def test_other_dtypes_and_uniform_groups(dtype):
         x = inputs("swiglu", (3, 70), 96, dtype=DTYPES[dtype])
         check("sm_90a", lambda a=(text, "swiglu", x): quantize(*a, None, "both"))
     x = inputs("swiglu", (150,), 272, dtype=DTYPES[dtype])
-    offs = ends(20, 149)
+    offs = offs_tensor(20, 149)
     check("sm_100a", lambda: quantize("nvfp4:row_scaled", "swiglu", x, offs, "rowwise"))
 
 
 @each_mode
 def test_any_order(mode):
     x = inputs("swiglu", (300,), 272)
-    offs = ends(0, 130, 131, 290)
+    offs = offs_tensor(0, 130, 131, 290)
     for arch, text, way in (
         ("sm_90a", "nvfp4:stochastic_rounding", "columnwise"),
         ("sm_100a", "nvfp4:row_scaled", "rowwise"),
@@ -150,14 +156,14 @@ def test_any_order(mode):
 
 
 def test_given_amaxes_and_many_groups():
-    offs = many_groups()
+    offs = offs_of_many_groups()
     x = inputs("swiglu", (int(offs[-1]) + 5,), 48)
     amax = torch.rand(len(offs)) - 0.5
     check("sm_90a", lambda: quantize("nvfp4", "swiglu", x, offs, "both", amax))
 
 
 def test_only_the_rows_of_groups_are_read():
-    offs = ends(3, 131, 219)
+    offs = offs_tensor(3, 131, 219)
     x = inputs("swiglu", (260,), 160)
     given = {"activation": "swiglu"}
     for text, way in (("nvfp4:row_scaled", "rowwise"), ("fp8:dtype=e5m2,scaling=delayed", "both")):
@@ -179,6 +185,6 @@ def test_code():
     """Exact arithmetic and no spills; approximate reciprocals are rounded afterwards."""
     problem = QuantizeProblem("bfloat16", 256, "ragged", Prologue("bfloat16", "swiglu"))
     for arch, text in itertools.product(ARCHITECTURES, ("nvfp4", "mxfp8")):
-        tiles = TileConfig.choose(parse(text), problem, arch, columnwise=True, compute_amax=True)
-        for config in (tiles, RowsConfig.choose(parse(text), problem, arch)):
+        tiles = choose_tile_config(parse(text), problem, arch, columnwise=True, compute_amax=True)
+        for config in (tiles, choose_row_config(parse(text), problem, arch)):
             check_code(config, arch, r"(?<!rcp)\.approx|(?<!rcp\.approx)\.ftz")

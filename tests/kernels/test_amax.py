@@ -4,7 +4,15 @@ import torch
 import ptx_emulator as emulator
 from cute_kernels.kernels.quantize.config import AmaxConfig, OffsetsConfig
 from cute_kernels.reference.reductions import absmax, compute_offsets, grouped_amax
-from tests.helpers import BF16, DTYPES, I32, each_arch, ends, many_groups, seeded
+from tests.helpers import (
+    BF16,
+    DTYPES,
+    I32,
+    each_arch,
+    offs_of_many_groups,
+    offs_tensor,
+    seeded_generator,
+)
 
 from .op_support import MODES
 from .quantize_support import Problem, compiled, random_input, special_input
@@ -30,10 +38,10 @@ def check(config, problem, num_sms=2):
 def test_rows_and_groups(arch, dtype):
     config = AmaxConfig(dtype, per_row=True, arch=arch)
     for rows, cols, offs in (
-        (300, 80, ends(0, 3, 3, 130, 130, 290)),
-        (100, 16, ends(0, 0, 0)),
-        (40, 2064, ends(1, 2, 40)),
-        (1, 16, ends(1)),
+        (300, 80, offs_tensor(0, 3, 3, 130, 130, 290)),
+        (100, 16, offs_tensor(0, 0, 0)),
+        (40, 2064, offs_tensor(1, 2, 40)),
+        (1, 16, offs_tensor(1)),
     ):
         check(config, Problem(special_input(rows, cols, DTYPES[dtype]), offs))
 
@@ -41,7 +49,7 @@ def test_rows_and_groups(arch, dtype):
 @pytest.mark.parametrize("per_row", [False, True])
 def test_one_of_the_two(per_row):
     config = AmaxConfig("bfloat16", per_row=per_row, per_group=not per_row)
-    check(config, Problem(random_input((90, 48), BF16), ends(30, 30, 71)))
+    check(config, Problem(random_input((90, 48), BF16), offs_tensor(30, 30, 71)))
 
 
 def test_uniform_groups():
@@ -49,7 +57,7 @@ def test_uniform_groups():
 
 
 def test_many_groups_in_chaos_and_races():
-    offs = many_groups()
+    offs = offs_of_many_groups()
     problem = Problem(random_input((int(offs[-1]) + 9, 16), BF16), offs)
     config = AmaxConfig("bfloat16", per_row=True)
     check(config, problem, num_sms=1)
@@ -63,7 +71,7 @@ def test_many_groups_in_chaos_and_races():
 def test_offsets(splits, out):
     """Those that saturate, too."""
     kernel = compiled(OffsetsConfig(*(str(d).removeprefix("torch.") for d in (splits, out))))
-    top, largest, generator = torch.iinfo(splits).max, torch.iinfo(out).max, seeded(3)
+    top, largest, generator = torch.iinfo(splits).max, torch.iinfo(out).max, seeded_generator(3)
     for multiplier in (1, 3, 4096, 1 << 20, (1 << 31) - 1):
         limit = largest // multiplier
         for sizes in (

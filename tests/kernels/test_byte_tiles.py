@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cute_kernels.formats import FP8, MXFP8, FP8Block, parse
+from cute_kernels.kernels.quantize.choose import choose_row_config
 from cute_kernels.kernels.quantize.config import QuantizeProblem, RowsConfig, TileConfig
 from tests.helpers import (
     BF16,
@@ -13,8 +14,8 @@ from tests.helpers import (
     F32,
     assert_same_buffers,
     each_arch,
-    ends,
-    many_groups,
+    offs_of_many_groups,
+    offs_tensor,
 )
 
 from .op_support import ARCHITECTURES, check_code, each_mode
@@ -78,7 +79,7 @@ def special(dtype, cols):
         edges.flatten().repeat(2)[:, None] * torch.logspace(-8, 7, 8, 2.0)[: cols // 32]
     )
     finite = finite.clamp(max=torch.finfo(DTYPES[dtype]).max).to(DTYPES[dtype])
-    return Problem(torch.cat([x, tiny, finite]), ends(1, 2, 3, 40, 60, 150, 290, 330))
+    return Problem(torch.cat([x, tiny, finite]), offs_tensor(1, 2, 3, 40, 60, 150, 290, 330))
 
 
 def kernels():
@@ -144,12 +145,12 @@ def test_amaxes_where_a_scale_changes():
     for text, block in (("fp8_block", 128), ("fp8_block:dtype=e5m2", 128), ("mxfp8", 32)):
         x = torch.zeros(1 << 8, -(-len(amaxes) // 256) * block)
         x[:, 1::block] = torch.nn.functional.pad(amaxes, (0, -len(amaxes) % 256)).view(256, -1)
-        check(TileConfig(text, "float32", arch="sm_90a"), Problem(x, ends(256)))
+        check(TileConfig(text, "float32", arch="sm_90a"), Problem(x, offs_tensor(256)))
 
 
 @pytest.mark.parametrize("text", SOME)
 def test_many_groups(text):
-    offs = many_groups()
+    offs = offs_of_many_groups()
     problem = Problem(random_input((int(offs[-1]) + 5, 32), BF16), offs)
     check(TileConfig(text, "bfloat16", "ragged", True, True, arch="sm_90a"), problem)
 
@@ -162,11 +163,11 @@ def test_end_rows_that_break_the_rules(text):
     for config in (TileConfig(text, "bfloat16", columnwise=True, arch="sm_90a"), rows):
         if config is rows and not rows.can_implement(QuantizeProblem("bfloat16", 96)):
             continue
-        got = quantize(config, Problem(x, ends(-5, 20, 1000, 2**31 - 1)))
+        got = quantize(config, Problem(x, offs_tensor(-5, 20, 1000, 2**31 - 1)))
         assert_same_buffers(
-            got, expected(Problem(x, ends(0, 20, 140, 140)), fmt, *directions_of(config))
+            got, expected(Problem(x, offs_tensor(0, 20, 140, 140)), fmt, *directions_of(config))
         )
-        for offs in (ends(100, 20, -7, 130), ends(2**31 - 1, -(2**31), 2**31 - 1, 0)):
+        for offs in (offs_tensor(100, 20, -7, 130), offs_tensor(2**31 - 1, -(2**31), 2**31 - 1, 0)):
             quantize(config, Problem(x, offs))
 
 
@@ -174,7 +175,7 @@ def test_end_rows_that_break_the_rules(text):
 @pytest.mark.parametrize("text", [*SOME, DELAYED])
 def test_any_order(text, mode):
     arch = ARCHITECTURES[mode.get("seed", 0) % 2]
-    problem = Problem(random_input((300, 544), BF16), ends(0, 130, 131, 290))
+    problem = Problem(random_input((300, 544), BF16), offs_tensor(0, 130, 131, 290))
     check(TileConfig(text, "bfloat16", "ragged", True, True, arch=arch), problem, **mode)
     check(TileConfig(text, "bfloat16", arch=arch), problem, num_sms=1, **mode)
 
@@ -191,7 +192,7 @@ def test_code(arch, text, directions):
 @each_arch
 def test_code_of_rows(arch, text):
     fmt = parse(text)
-    config = RowsConfig.choose(fmt, QuantizeProblem("bfloat16", 4096), arch)
+    config = choose_row_config(fmt, QuantizeProblem("bfloat16", 4096), arch)
     assert f"cvt.rn.satfinite.{fmt.element.name}x2.f32" in check_code(config, arch)
 
 
@@ -226,7 +227,7 @@ def test_rows(text, dtype, warps, rows):
 
 @each_mode
 def test_rows_in_any_order(mode):
-    problem = Problem(random_input((300, 544), BF16), ends(0, 130, 131, 290))
+    problem = Problem(random_input((300, 544), BF16), offs_tensor(0, 130, 131, 290))
     for text, arch in (
         ("fp8_block", "sm_90a"),
         ("mxfp8", "sm_90a"),

@@ -5,6 +5,7 @@ import pytest
 
 from cute_kernels.formats import MXFP8, NVFP4
 from cute_kernels.kernels.gemm.variants import kernel_specs
+from cute_kernels.kernels.quantize.choose import choose_row_config
 from cute_kernels.kernels.quantize.config import (
     AmaxConfig,
     Prologue,
@@ -61,17 +62,17 @@ def test_tile_barriers_are_enough(dtype):
 
 def test_configurations_say_what_they_take():
     problem = QuantizeProblem("bfloat16", 4096)
-    rows = RowsConfig.choose(BY_ROW, problem)
+    rows = choose_row_config(BY_ROW, problem)
     assert rows.can_implement(problem) and rows.warps_per_row == 2
     too_long = QuantizeProblem("bfloat16", 32784)
-    refused = RowsConfig.choose(BY_ROW, too_long).can_implement(too_long)
+    refused = choose_row_config(BY_ROW, too_long).can_implement(too_long)
     assert not refused and "32784" in refused.reason
     assert "16" in RowsConfig(SQUARE, "bfloat16").can_implement(problem).reason
     odd = QuantizeProblem("bfloat16", 48)
     assert "32" in RowsConfig("mxfp8", "bfloat16").can_implement(odd).reason
     # Scales of a row are whole words.
     short = QuantizeProblem("float32", 64, prologue=Prologue("float32", "swiglu"))
-    assert RowsConfig.choose(MXFP8(), short, "sm_90a").rows_per_warp == 4
+    assert choose_row_config(MXFP8(), short, "sm_90a").rows_per_warp == 4
 
 
 def facts(spec):

@@ -4,28 +4,37 @@ import torch
 from cute_kernels import backend
 from cute_kernels.kernels.quantize.config import DbiasConfig
 from cute_kernels.ops.checks import unchecked_end_rows
-from tests.helpers import DTYPES, I32, assert_same_bytes, each_arch, ends, many_groups, ops, seeded
+from tests.helpers import (
+    DTYPES,
+    I32,
+    assert_same_bytes,
+    each_arch,
+    offs_of_many_groups,
+    offs_tensor,
+    ops,
+    seeded_generator,
+)
 
 from .op_support import array_of, check, check_code, check_touched, each_mode, watching
 
 dbias = ops.grouped_dbias
 #: (rows of the buffer, N, end rows).
 CASES = {
-    "one group": (256, 64, ends(256)),
-    "one row": (1, 8, ends(1)),
-    "odd rows, two strips and a part": (300, 136, ends(7, 136, 137, 300)),
-    "odd columns": (300, 37, ends(7, 136, 137, 300)),
-    "one column": (150, 1, ends(150)),
-    "empty first, middle, last": (200, 48, ends(0, 0, 65, 65, 65, 190, 200, 200)),
-    "all empty": (64, 16, ends(0, 0, 0)),
-    "tail": (260, 16, ends(3, 131, 219)),
-    "tiles for two rounds and a part": (1500, 16, ends(128, 1429)),
+    "one group": (256, 64, offs_tensor(256)),
+    "one row": (1, 8, offs_tensor(1)),
+    "odd rows, two strips and a part": (300, 136, offs_tensor(7, 136, 137, 300)),
+    "odd columns": (300, 37, offs_tensor(7, 136, 137, 300)),
+    "one column": (150, 1, offs_tensor(150)),
+    "empty first, middle, last": (200, 48, offs_tensor(0, 0, 65, 65, 65, 190, 200, 200)),
+    "all empty": (64, 16, offs_tensor(0, 0, 0)),
+    "tail": (260, 16, offs_tensor(3, 131, 219)),
+    "tiles for two rounds and a part": (1500, 16, offs_tensor(128, 1429)),
 }
 
 
 def gradient(rows, cols, offs, dtype="bfloat16"):
     """Numbers of very different sizes, so that the order of a sum shows; NaN in the tail."""
-    generator = seeded(0)
+    generator = seeded_generator(0)
     dy = torch.randn(rows, cols, generator=generator)
     dy *= torch.exp2(torch.randint(-8, 9, (rows, cols), generator=generator).float())
     dy[int(offs[-1]) :] = torch.nan
@@ -42,7 +51,7 @@ def test_sums(arch, dtype):
 
 @each_arch
 def test_uniform_groups(arch):
-    dy = gradient(3 * 130, 72, ends(390)).view(3, 130, 72)
+    dy = gradient(3 * 130, 72, offs_tensor(390)).view(3, 130, 72)
     check(arch, lambda: dbias(dy))
     check(arch, lambda: dbias(dy[:, ::2, 1:]))
     check(arch, lambda: dbias(dy[:, :0]))
@@ -51,14 +60,14 @@ def test_uniform_groups(arch):
 @each_mode
 @pytest.mark.parametrize("cols", [72, 9])
 def test_any_order_of_warps(cols, mode):
-    offs = ends(0, 700, 700, 701, 1990)
+    offs = offs_tensor(0, 700, 700, 701, 1990)
     dy = gradient(2000, cols, offs)
     check("sm_90a", lambda: dbias(dy, offs), num_sms=1, **mode)
 
 
 @each_arch
 def test_more_than_a_thousand_groups(arch):
-    offs = many_groups()
+    offs = offs_of_many_groups()
     dy = gradient(int(offs[-1]) + 5, 16, offs)
     check(arch, lambda: dbias(dy, offs))
 
@@ -68,12 +77,12 @@ def test_special_values():
         info = torch.finfo(dtype)
         numbers = [0.0, -0.0, info.max, -info.max, info.tiny / 2, -info.tiny / 4]
         numbers += [torch.inf, -torch.inf, torch.nan]
-        generator = seeded(1)
+        generator = seeded_generator(1)
         dy = torch.tensor(numbers)[torch.randint(0, 6, (300, 64), generator=generator)]
         dy[:, 40:] = torch.tensor(numbers)[torch.randint(0, 9, (300, 24), generator=generator)]
         dy[:, :8] = -0.0
         dy = dy.to(dtype)
-        offs = ends(128, 129, 300)
+        offs = offs_tensor(128, 129, 300)
         assert not dbias(dy, offs)[:, :8].view(I32).any()  # zeros of positive sign
         check("sm_100a", lambda dy=dy, offs=offs: dbias(dy, offs))
 
@@ -92,14 +101,14 @@ def test_only_the_rows_of_groups_are_read():
 
 @unchecked_end_rows()
 def test_any_offsets_and_layout_and_grid():
-    dy = gradient(140, 64, ends(140))
-    wild = ends(-5, 20, 1000, 2**31 - 1)
+    dy = gradient(140, 64, offs_tensor(140))
+    wild = offs_tensor(-5, 20, 1000, 2**31 - 1)
     for num_sms in (1, 7):
         check("sm_90a", lambda: dbias(dy, wild), num_sms=num_sms)
     for view in (dy[:, 3:43], dy[1:, :].t(), dy.flatten()[3:8835].view(138, 64)):
-        check("sm_90a", lambda view=view: dbias(view, ends(20, view.shape[0])))
+        check("sm_90a", lambda view=view: dbias(view, offs_tensor(20, view.shape[0])))
     out = torch.zeros(2, 64)
-    falling = ends(100, 20)
+    falling = offs_tensor(100, 20)
     with watching(dy, falling, out), backend("emulated:sm_90a"):
         ops.grouped_dbias_out(dy, falling, dbias=out)
     assert not out[1].any()

@@ -6,6 +6,7 @@ import torch
 
 from cute_kernels import backend
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
+from cute_kernels.kernels.quantize.choose import choose_dequantize_config
 from cute_kernels.kernels.quantize.config import DequantizeConfig
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.ops.checks import unchecked_end_rows
@@ -19,10 +20,10 @@ from tests.helpers import (
     assert_same_bytes,
     dequantize_arguments,
     each_arch,
-    ends,
-    many_groups,
+    offs_of_many_groups,
+    offs_tensor,
     ops,
-    seeded,
+    seeded_generator,
 )
 
 from .op_support import (
@@ -65,7 +66,7 @@ def arguments(shape, offs, kind, dtype="bfloat16"):
     K of MXFP8 is twice that of ``shape``.
     """
     text, columnwise = (KINDS | BYTE_KINDS)[kind]
-    fmt, generator = parse(text), seeded(sum(shape))
+    fmt, generator = parse(text), seeded_generator(sum(shape))
     shape = (*shape[:-1], fmt.k_multiple // 16 * shape[-1])
     groups = None if offs is None else len(offs)
     specs = buffers(fmt, shape, groups, rowwise=not columnwise, columnwise=columnwise)
@@ -137,7 +138,7 @@ def test_any_order_of_warps(kind, mode):
 
 @pytest.mark.parametrize("kind", [*KINDS, *SOME])
 def test_more_than_a_thousand_groups(kind):
-    offs = many_groups()
+    offs = offs_of_many_groups()
     args = arguments((int(offs[-1]) + 5, 16), offs, kind)
     check("sm_100a", lambda: dequantize(args))
 
@@ -172,7 +173,7 @@ def test_only_the_rows_of_groups_are_touched(kind):
 
 @pytest.mark.parametrize("live", [0, 219, 259, 260])
 def test_the_tail_of_a_fresh_result_is_zero(live):
-    args = arguments((260, 144), ends(0, 0, live), "row-scaled")
+    args = arguments((260, 144), offs_tensor(0, 0, live), "row-scaled")
     want = dequantize(args)
     storage = torch.full((2, 260, 144), -7.0, dtype=BF16)
     config = DequantizeConfig(NVFP4(row_scaled=True).text, "bfloat16")
@@ -188,10 +189,10 @@ def test_the_tail_of_a_fresh_result_is_zero(live):
 @pytest.mark.parametrize("kind", [*KINDS, *SOME])
 @unchecked_end_rows()
 def test_any_offsets_and_grid(kind):
-    args = arguments((140, 64), ends(-5, 20, 1000, 2**31 - 1), kind)
+    args = arguments((140, 64), offs_tensor(-5, 20, 1000, 2**31 - 1), kind)
     for num_sms in (1, 7):
         check("sm_90a", lambda: dequantize(args), num_sms=num_sms)
-    args[-5] = ends(100, 20, -7, 130)
+    args[-5] = offs_tensor(100, 20, -7, 130)
     out = dequantize(args)
     with watching(*args, out), backend("emulated:sm_90a"):
         dequantize(args, out=out)
@@ -200,7 +201,7 @@ def test_any_offsets_and_grid(kind):
 @each_kind
 def test_code(kind):
     text, columnwise = KINDS[kind]
-    config = DequantizeConfig.choose(parse(text), "bfloat16", "ragged", columnwise)
+    config = choose_dequantize_config(parse(text), "bfloat16", "ragged", columnwise)
     assert pickle.loads(pickle.dumps(config)) == config
     # An FMA may be a quarter, which ptxas cannot make part of the product before it.
     check_code(config, "sm_90a", r"\.ftz|\.approx|\bfma\.(?!.*0f3E800000, zero)")

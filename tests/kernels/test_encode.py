@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, pack_codes
-from tests.helpers import DTYPES, F16, F32, I32, U8, each_arch, seeded
+from tests.helpers import DTYPES, F16, F32, I32, U8, each_arch, seeded_generator
 
 from .quantize_support import compiled
 
@@ -13,7 +13,7 @@ _MEETINGS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 40.0)
 
 
 def near_ties(dtype):
-    generator = seeded(4)
+    generator = seeded_generator(4)
     mantissa = torch.arange(128) / 128 + 1
     meeting, mantissa, ulps = torch.meshgrid(
         torch.tensor(_MEETINGS), mantissa, torch.arange(-2.0, 3.0), indexing="ij"

@@ -3,19 +3,19 @@ import torch
 
 from cute_kernels.formats import NVFP4
 from cute_kernels.kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
-from tests.helpers import BF16, F16, U8, ends
+from tests.helpers import BF16, F16, U8, offs_tensor
 
 from .gemm_support import compiled, quantize, randn
 from .op_support import array_of, check_touched, watching
 
 #: Rows of the buffer, K, the end rows of groups and the slot tiles up to the last row of one.
-ROWS, COLS, OFFS, TILES = 400, 320, ends(100, 100, 230), 4
+ROWS, COLS, OFFS, TILES = 400, 320, offs_tensor(100, 100, 230), 4
 LIVE = 230
 WILD = {
-    "falling": ends(100, 20, 7),
-    "negative": ends(-5, -(2**31), 30),
-    "past the buffer": ends(10, 401, 2**31 - 1),
-    "all of it": ends(-(2**31), 2**31 - 1, 50, 401, -1, 400),
+    "falling": offs_tensor(100, 20, 7),
+    "negative": offs_tensor(-5, -(2**31), 30),
+    "past the buffer": offs_tensor(10, 401, 2**31 - 1),
+    "all of it": offs_tensor(-(2**31), 2**31 - 1, 50, 401, -1, 400),
 }
 
 

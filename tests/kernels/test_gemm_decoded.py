@@ -7,7 +7,7 @@ import torch
 
 import ptx_emulator as emulator
 from cute_kernels.kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
-from tests.helpers import DTYPES, U8, seeded
+from tests.helpers import DTYPES, U8, seeded_generator
 
 from .gemm_support import SHAPES, check_modes, m_grouped, quantize
 from .op_support import each_mode
@@ -80,7 +80,7 @@ def test_every_code_and_scale(name):
     config = replace(config, has_alpha=False, out_dtype="float32")
     product = m_grouped(config, [128], 264, 128)
     assert config.b_kind.fmt is not None
-    generator = seeded(3)
+    generator = seeded_generator(3)
     if product.a.fmt is None:
         product.a.codes = torch.eye(128).to(DTYPES[config.operand])
     else:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import ptx_emulator as emulator
-from cute_kernels.kernels.gemm.choose import choose_config
+from cute_kernels.kernels.gemm.choose import choose_config, split_launches
 from cute_kernels.kernels.gemm.common.problem import GemmProblem, RowPart
 from cute_kernels.kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
 from cute_kernels.kernels.gemm.sm90.split_launches import all_parts
@@ -33,7 +33,7 @@ SKEWED = [300, 0, 1, 128, 64, 33, 129, 32, 97, 65, 17, 0, 0, 256]
 def parts_of(kind, mean=64, **options):
     base = Sm90GemmConfig(tile=Sm90Tile(128, 128, swap_ab=True), **(KINDS[kind] | options))
     problem = GemmProblem(base.operand, "m_grouped", base.out_dtype, 128, 128 * mean, 5760, k=2880)
-    return choose_config(base, problem, NUM_SMS).parts(problem, NUM_SMS)
+    return split_launches(choose_config(base, problem, NUM_SMS), problem, NUM_SMS)
 
 
 def run(product, parts, num_sms, device):
@@ -75,15 +75,15 @@ def test_small_products_and_single_groups_have_one_part():
         )
         problem = GemmProblem(operand, grouping, "bfloat16", groups, rows, n, **depth)
         config = choose_config(base, problem, NUM_SMS)
-        assert config.parts(problem, NUM_SMS) == (config,)
+        assert split_launches(config, problem, NUM_SMS) == (config,)
 
 
 def test_a_tile_must_hold_what_its_part_has():
     narrow = next(tile for tile in SM90_TILES if tile.swap_ab and tile.n == 64)
     for part in (RowPart(128, 64, 128), RowPart(128, 32, 65), RowPart(32, 0, 32)):
-        with pytest.raises(ValueError, match="cannot be those of"):
+        with pytest.raises(ValueError, match="cannot hold"):
             Sm90GemmConfig("nvfp4", tile=narrow, part=part)
-    with pytest.raises(ValueError, match="only an m_grouped product has parts"):
+    with pytest.raises(ValueError, match="only an m_grouped product"):
         Sm90GemmConfig("nvfp4", "k_grouped", tile=Sm90Tile(128, 128), part=RowPart(128, 0, 128))
 
 

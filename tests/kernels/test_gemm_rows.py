@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers import ends
+from tests.helpers import offs_tensor
 from tests.kernels import test_gemm_decoded as decoded
 from tests.kernels import test_gemm_fp8 as fp8
 from tests.kernels import test_gemm_sm90 as sm90
@@ -27,14 +27,14 @@ from .op_support import MODES, watching
 SMALLEST, LARGEST = -(2**31), 2**31 - 1
 #: For groups of 130, 10 and 60 rows in a buffer of 211.
 WILD = {
-    "negative": ends(-5, -1, -300),
-    "falling": ends(200, 60, 10),
-    "falls and rises": ends(150, 20, 211),
-    "past the buffer": ends(212, 1000, 2000),
-    "largest": ends(LARGEST, LARGEST, LARGEST),
-    "smallest": ends(SMALLEST, SMALLEST, SMALLEST),
-    "smallest, then largest": ends(SMALLEST, LARGEST, 211),
-    "largest, then smallest": ends(LARGEST, SMALLEST, LARGEST),
+    "negative": offs_tensor(-5, -1, -300),
+    "falling": offs_tensor(200, 60, 10),
+    "falls and rises": offs_tensor(150, 20, 211),
+    "past the buffer": offs_tensor(212, 1000, 2000),
+    "largest": offs_tensor(LARGEST, LARGEST, LARGEST),
+    "smallest": offs_tensor(SMALLEST, SMALLEST, SMALLEST),
+    "smallest, then largest": offs_tensor(SMALLEST, LARGEST, 211),
+    "largest, then smallest": offs_tensor(LARGEST, SMALLEST, LARGEST),
 }
 #: One configuration for each way to find a tile's rows.
 CONFIGS = {
@@ -140,7 +140,7 @@ def test_rows_that_no_group_has_stay(config):
     product = product_of(config, [0, 0, 0], 72, 96, 200)
     keeps = config.accumulate or config.grouping == "m_grouped" and not config.zero_tail
     want = product.before if keeps else 0
-    for offs in (ends(0, 0, 0), WILD["negative"], WILD["smallest"]):
+    for offs in (offs_tensor(0, 0, 0), WILD["negative"], WILD["smallest"]):
         product.offs = offs
         out = product.run(2)
         assert out.equal(torch.zeros_like(out) + want)

@@ -8,7 +8,7 @@ import torch
 import ptx_emulator as emulator
 from cute_kernels.kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
 from cute_kernels.kernels.gemm.sm90.warp_schedule import WarpSchedule
-from tests.helpers import seeded
+from tests.helpers import seeded_generator
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, product_of
 from .op_support import each_mode
@@ -124,7 +124,7 @@ def test_plain_operands(config, shape, device):
 )
 def test_every_tile(tile, kind, device):
     base = Sm90GemmConfig(out_dtype="float32", tile=M_TILES["128x128"], **KINDS[kind])
-    if not base.takes(tile):
+    if base.why_unsupported(tile):
         with pytest.raises(ValueError, match="cannot have the tile"):
             replace(base, tile=tile)
         return
@@ -161,7 +161,7 @@ def test_extreme_weights_and_activations(dtype, device):
     """All codes and block scales, and plain activations over the whole range of their type."""
     config = Sm90GemmConfig("nvfp4", activations=dtype, out_dtype="float32", tile=M_TILES["256x16"])
     product = m_grouped(config, [16, 3], 264, 256, seed=7)
-    generator = seeded(1)
+    generator = seeded_generator(1)
     for codes, scales in ((x.codes, x.scales) for x in (product.b, product.a)):
         if scales is None:
             wild = (
@@ -181,7 +181,7 @@ def test_extreme_weights_and_activations(dtype, device):
 def test_memory_of_every_tile_fits(tile, operand):
     grouping = "m_grouped" if tile.swap_ab else "k_grouped"
     base = Sm90GemmConfig(operand, grouping, tile=Sm90GemmConfig.any_tile(grouping))
-    if not base.takes(tile):
+    if base.why_unsupported(tile):
         return
     config = replace(base, tile=tile)
     # Two of 128 elements of K are as long as four of other operands.

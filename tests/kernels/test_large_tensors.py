@@ -12,6 +12,7 @@ import torch
 import ptx_emulator as emulator
 from cute_kernels import backend
 from cute_kernels.formats import NVFP4, parse
+from cute_kernels.kernels.quantize.choose import choose_dequantize_config
 from cute_kernels.kernels.quantize.config import (
     AmaxConfig,
     DbiasConfig,
@@ -30,7 +31,7 @@ from tests.helpers import (
     assert_same_bytes,
     dequantize_arguments,
     each_arch,
-    ends,
+    offs_tensor,
     ops,
 )
 
@@ -103,7 +104,9 @@ def test_amax(name):
     big = at_the_end(x, before)
     rows, groups = sparse(len(big), dtype=F32), torch.zeros(1)
     # Runs of rows go from the last to the first.
-    run_ctas(AmaxConfig("bfloat16", per_row=True), 0, 2**20, big, ends(len(big)), rows, groups, 2)
+    run_ctas(
+        AmaxConfig("bfloat16", per_row=True), 0, 2**20, big, offs_tensor(len(big)), rows, groups, 2
+    )
     assert rows[before:].equal(x.float().abs().amax(1))
     assert groups.equal(x.float().abs().amax().view(1))
 
@@ -114,7 +117,7 @@ def test_rows(name, arch):
     before, cols = SHAPES[name]
     x = random_input((ROWS, cols), BF16)
     big, tile = at_the_end(x, before), last_tile(before)
-    want = expected(Problem(x, ends(ROWS)), NVFP4(row_scaled=True), True, False)
+    want = expected(Problem(x, offs_tensor(ROWS)), NVFP4(row_scaled=True), True, False)
     config = RowsConfig(
         NVFP4(row_scaled=True).text, "bfloat16", warps_per_row=cols // 2048 or 1, arch=arch
     )
@@ -122,7 +125,16 @@ def test_rows(name, arch):
     codes = sparse(len(big), code_pitch(cols // 2), dtype=U8)
     scales = sparse(tile + 1, scale_tiles(cols, 16), 512, dtype=U8)
     first, ctas = tile * 16, 18
-    arguments = (big, None, ends(len(big)), amax, codes[:, : cols // 2], scales, *NO_RESULTS, ctas)
+    arguments = (
+        big,
+        None,
+        offs_tensor(len(big)),
+        amax,
+        codes[:, : cols // 2],
+        scales,
+        *NO_RESULTS,
+        ctas,
+    )
     run_ctas(config, first, first + ctas, *arguments, arch=arch)
     assert amax[before:].equal(want["amax"])
     assert codes[before:, : cols // 2].equal(want["codes"])
@@ -146,9 +158,14 @@ def test_tiles(name, text, uniform, arch):
     before, cols = SHAPES[name]
     fmt, drawn = parse(text), (before * cols // 16, before // 16 * cols)
     x = random_input((1, 128, cols) if uniform else (ROWS, cols), BF16)
-    big, offs = at_the_end(x.flatten(0, -2), before), None if uniform else ends(before + ROWS)
+    big, offs = (
+        at_the_end(x.flatten(0, -2), before),
+        None if uniform else offs_tensor(before + ROWS),
+    )
     big = big.view(-1, 128, cols) if uniform else big
-    want = expected(Problem(x, None if uniform else ends(ROWS)), fmt, True, True, drawn=drawn)
+    want = expected(
+        Problem(x, None if uniform else offs_tensor(ROWS)), fmt, True, True, drawn=drawn
+    )
     config = TileConfig(
         text, "bfloat16", "uniform" if uniform else "ragged", columnwise=True, arch=arch
     )
@@ -180,8 +197,8 @@ def test_tiles(name, text, uniform, arch):
 def test_dbias(vectorized):
     before, cols = SHAPES["long rows"]
     x = random_input((ROWS, cols), BF16)
-    big, offs = at_the_end(x, before), ends(before, before + ROWS)
-    want = ops.grouped_dbias(x, ends(ROWS))
+    big, offs = at_the_end(x, before), offs_tensor(before, before + ROWS)
+    want = ops.grouped_dbias(x, offs_tensor(ROWS))
     config, out = DbiasConfig("bfloat16", vectorized), torch.zeros(2, cols)
     items = 2 * cols // (64 if vectorized else 32)
     run_ctas(config, items - 4, items, big, offs, out, 1)
@@ -205,7 +222,7 @@ def test_dequantize(name, direction, uniform):
     row_scaled, columnwise = DIRECTIONS[direction]
     before, cols = SHAPES[name]
     tile = last_tile(before)
-    fmt, rows = NVFP4(row_scaled=row_scaled), ends(ROWS)
+    fmt, rows = NVFP4(row_scaled=row_scaled), offs_tensor(ROWS)
     copy = ops.grouped_quantize(
         random_input((ROWS, cols), BF16), fmt.text, rows, None, not columnwise, columnwise
     )
@@ -230,11 +247,11 @@ def test_dequantize(name, direction, uniform):
     big_amax[before : before + ROWS] = amax
     if not row_scaled:
         big_amax[-1] = amax[0]
-    out, offs = sparse(total, cols), ends(total)
+    out, offs = sparse(total, cols), offs_tensor(total)
     if uniform:
         out, offs = out.view(groups, 128, cols), None
         big_codes = big_codes if columnwise else big_codes.unflatten(0, (groups, 128))
-    config = DequantizeConfig.choose(
+    config = choose_dequantize_config(
         fmt, "bfloat16", "uniform" if uniform else "ragged", columnwise
     )
     parts = ceil_div(cols, 64) if columnwise else 4 * ceil_div(cols, 256)
@@ -267,7 +284,7 @@ def test_a_tail_of_zeros():
         codes,
         scales,
         torch.ones(1),
-        ends(before),
+        offs_tensor(before),
         out,
         1,
         8,

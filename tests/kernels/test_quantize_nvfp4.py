@@ -8,7 +8,14 @@ import torch
 import ptx_emulator as emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.kernels.quantize.config import RowsConfig, TileConfig
-from tests.helpers import BF16, DTYPES, each_arch, ends, many_groups, seeded
+from tests.helpers import (
+    BF16,
+    DTYPES,
+    each_arch,
+    offs_of_many_groups,
+    offs_tensor,
+    seeded_generator,
+)
 
 from .op_support import ARCHITECTURES, array_of, check_touched, each_mode
 from .quantize_support import (
@@ -59,7 +66,7 @@ def tiles(dtype="bfloat16", grouping="ragged", **changes):
 
 
 def in_any_order(cols):
-    return Problem(random_input((300, cols), BF16), ends(0, 130, 131, 290))
+    return Problem(random_input((300, cols), BF16), offs_tensor(0, 130, 131, 290))
 
 
 #: What columnwise copies do is in those of both directions.
@@ -80,7 +87,9 @@ def test_teams_go_from_tile_to_tile_of_a_group(variant):
     x = random_input((670, 560), BF16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
     x[400:530] *= 2.0**115
     check(
-        tiles(arch="sm_90a", **VARIANTS[variant]), Problem(x, ends(400, 400, 530, 660)), num_sms=1
+        tiles(arch="sm_90a", **VARIANTS[variant]),
+        Problem(x, offs_tensor(400, 400, 530, 660)),
+        num_sms=1,
     )
 
 
@@ -129,7 +138,7 @@ def test_rows_with_amaxes_of_groups(warps, rows):
 @pytest.mark.parametrize("rows", [2, 4, 8])
 def test_several_rows_a_warp(dtype, rows):
     config = Rows(dtype=dtype, warps_per_row=1, rows_per_warp=rows)
-    generator = seeded(7)
+    generator = seeded_generator(7)
     for cols in (16, config.max_cols - 48, config.max_cols):
         # Ends that leave the last packets of a tile with each number of rows.
         offs = torch.randint(0, 120, (6,), generator=generator).cumsum(0).int()
@@ -140,7 +149,7 @@ def test_rows_up_to_16384():
     for dtype in ("bfloat16", "float32"):
         config = Rows(dtype=dtype, warps_per_row=8 if dtype == "bfloat16" else 16)
         assert config.max_cols == 16384
-        check(config, Problem(random_input((10, 16384), DTYPES[dtype]), ends(9, 10)))
+        check(config, Problem(random_input((10, 16384), DTYPES[dtype]), offs_tensor(9, 10)))
 
 
 @each_arch
@@ -158,7 +167,7 @@ def test_special_values(arch, dtype):
     # The last group is all tiny: its S_enc is clamped to FMAX.
     tiny = torch.full((20, 128), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
     tiny[:, ::3] *= -0.5
-    problem = Problem(torch.cat([x, tiny]), ends(1, 2, 3, 40, 60, 150, 170))
+    problem = Problem(torch.cat([x, tiny]), offs_tensor(1, 2, 3, 40, 60, 150, 170))
     check(tiles(dtype, columnwise=True, arch=arch), problem)
     check(tiles(dtype, format=SQUARE, columnwise=True, arch=arch), problem)
     if dtype == "bfloat16":
@@ -188,7 +197,7 @@ def test_amaxes_that_keep_nan(arch, variant):
     )
     x = special_input(170, 128, BF16)
     x[40:60] = random_input((20, 128), BF16)
-    problem = Problem(x, ends(1, 2, 3, 40, 60, 150))
+    problem = Problem(x, offs_tensor(1, 2, 3, 40, 60, 150))
     check(config, problem)
     want = expected(problem, config.fmt, True, True)
     assert want["amax"][:150].isnan().any() and not want["amax"][:150].isnan().all()
@@ -198,7 +207,9 @@ def test_amaxes_that_keep_nan(arch, variant):
 @each_arch
 def test_rows_that_keep_nan(arch, dtype):
     config = Rows(format=f"{ROW_SCALED},nan_scales", dtype=dtype, warps_per_row=1, arch=arch)
-    check(config, Problem(special_input(170, 128, DTYPES[dtype]), ends(1, 2, 3, 40, 60, 150)))
+    check(
+        config, Problem(special_input(170, 128, DTYPES[dtype]), offs_tensor(1, 2, 3, 40, 60, 150))
+    )
 
 
 def test_a_given_amax_need_not_be_the_true_one():
@@ -207,7 +218,7 @@ def test_a_given_amax_need_not_be_the_true_one():
 
 @pytest.mark.parametrize("kind", ["rows", "tiles"])
 def test_more_than_a_thousand_groups(kind):
-    offs = many_groups()
+    offs = offs_of_many_groups()
     problem = Problem(random_input((int(offs[-1]) + 5, 16), BF16), offs)
     if kind == "rows":
         check(Rows(warps_per_row=1), problem)
@@ -241,7 +252,7 @@ def test_tiles_in_any_order(arch, variant, cols, mode):
 def test_bands_without_rows(arch):
     band = TileConfig.band
     offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
-    problem = Problem(random_input((1600, 272), BF16), ends(*offs))
+    problem = Problem(random_input((1600, 272), BF16), offs_tensor(*offs))
     config = tiles(columnwise=True, arch=arch)
     want = expected(problem, NVFP4(), True, True)
     for num_sms in (1, 3):
@@ -253,7 +264,9 @@ def test_bands_without_rows(arch):
 def test_loads_that_land_out_of_order(dtype):
     """Rowwise teams never meet, so a team can be ahead of a load that another one waits for."""
     config = tiles(dtype, compute_amax=True)
-    problem = Problem(random_input((520, 528), DTYPES[dtype]), ends(6, 6, 134, 262, 390, 519))
+    problem = Problem(
+        random_input((520, 528), DTYPES[dtype]), offs_tensor(6, 6, 134, 262, 390, 519)
+    )
     want = expected(problem, NVFP4(), True, False)
     for seed in range(12):
         with emulator.options(mode="chaos", seed=seed, num_sms=1):
@@ -294,12 +307,12 @@ def test_only_the_live_rows_are_touched(kind):
 
 def test_bad_offsets_stay_in_the_buffer():
     x = random_input((140, 64), BF16)
-    clamped = Problem(x, ends(0, 20, 140, 140))
+    clamped = Problem(x, offs_tensor(0, 20, 140, 140))
     config, rows = tiles(columnwise=True), Rows()
-    wild = Problem(x, ends(-5, 20, 1000, 2**31 - 1))
+    wild = Problem(x, offs_tensor(-5, 20, 1000, 2**31 - 1))
     assert_same_buffers(quantize(config, wild), expected(clamped, NVFP4(), True, True))
     fmt = NVFP4(row_scaled=True)
     assert_same_buffers(quantize(rows, wild), expected(clamped, fmt, True, False))
     two_phase = dataclasses.replace(config, format=ROW_SCALED, compute_amax=True)
     for made in (two_phase, rows):
-        quantize(made, Problem(x, ends(100, 20, -7, 130)))
+        quantize(made, Problem(x, offs_tensor(100, 20, -7, 130)))

@@ -27,6 +27,7 @@ from cute_kernels.formats import (
     FP8Block,
 )
 from cute_kernels.kernels.gemm.common.operand_kinds import OperandKind, operand_of
+from cute_kernels.kernels.quantize.choose import choose_row_config, choose_tile_config
 from cute_kernels.kernels.quantize.config import (
     DequantizeConfig,
     QuantizeProblem,
@@ -34,7 +35,7 @@ from cute_kernels.kernels.quantize.config import (
     TileConfig,
 )
 from cute_kernels.reference import codecs as reference
-from tests.helpers import BF16, contains_all, ends, ops
+from tests.helpers import BF16, contains_all, offs_tensor, ops
 
 from . import op_support
 from .quantize_support import check, expected, ragged
@@ -122,12 +123,12 @@ def test_kernels_give_the_bytes_of_the_reference_or_say_why_not(
         return
     dtype = "float32" if facts is MXFP4 and arch == "sm_90a" else "bfloat16"
     problem, asks = (
-        ragged(200, 288, ends(0, 0, 65, 65, 190, 198), dtype),
+        ragged(200, 288, offs_tensor(0, 0, 65, 65, 190, 198), dtype),
         QuantizeProblem(dtype, 288),
     )
-    check(TileConfig.choose(record, asks, arch, columnwise=True, compute_amax=True), problem)
+    check(choose_tile_config(record, asks, arch, columnwise=True, compute_amax=True), problem)
     if not record.is_2d:
-        check(RowsConfig.choose(record, asks, arch), problem)
+        check(choose_row_config(record, asks, arch), problem)
     made = expected(problem, record, True, True)
     for way in (False, True):
         codes, *rest = (made[name] for name in record.operand_names(way))

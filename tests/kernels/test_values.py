@@ -5,6 +5,7 @@ import ptx_emulator as emulator
 from cute_kernels import backend
 from cute_kernels.formats import NVFP4
 from cute_kernels.kernels.gemm.sm90.fp4.config import ExpandConfig
+from cute_kernels.kernels.quantize.choose import choose_row_config
 from cute_kernels.kernels.quantize.config import QuantizeProblem, ValuesConfig
 from tests.helpers import (
     DTYPES,
@@ -12,9 +13,9 @@ from tests.helpers import (
     F32,
     I32,
     each_arch,
-    ends,
     m_grouped_arguments,
-    many_groups,
+    offs_of_many_groups,
+    offs_tensor,
     ops,
     sample,
 )
@@ -36,7 +37,7 @@ SHAPES = {
 
 def values(x, offs, amax, row_scaled):
     problem = QuantizeProblem(str(x.dtype).removeprefix("torch."), x.shape[1])
-    config = ValuesConfig.choose(NVFP4(row_scaled=row_scaled), problem, "sm_90a")
+    config = choose_row_config(NVFP4(row_scaled=row_scaled), problem, "sm_90a", ValuesConfig)
     assert config.can_implement(problem)
     out = torch.full((len(x), -(-x.shape[1] // 128) * 128), torch.nan, dtype=F16, device=x.device)
     compiled(config, "sm_90a", x.device.type)(x, None, offs, amax, out, None, None, None, NUM_SMS)
@@ -80,7 +81,7 @@ def test_values(shape, dtype, row_scaled, device):
 
 
 def test_many_groups(device):
-    offs = many_groups()
+    offs = offs_of_many_groups()
     check_values(sample(int(offs[-1]) + 3, 48), offs, True, device)
 
 
@@ -95,20 +96,20 @@ def test_special_numbers(row_scaled, device):
     x[5, 200:] = float("-inf")
     x[6, 1:] = 0
     x[7] = -0.0
-    check_values(x, ends(4, 4, 12), row_scaled, device)
+    check_values(x, offs_tensor(4, 4, 12), row_scaled, device)
 
 
 @each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
     for k in (272, 2064):
         with emulator.options(**mode):
-            check_values(sample(45, k), ends(7, 7, 40), True, "cpu")
+            check_values(sample(45, k), offs_tensor(7, 7, 40), True, "cpu")
 
 
 @each_arch
 @pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
 def test_the_op_has_the_bits_of_both_steps(arch, row_scaled):
-    x, offs = sample(45, 144), ends(7, 7, 40)
+    x, offs = sample(45, 144), offs_tensor(7, 7, 40)
     w, text = ops.grouped_quantize(sample(3, 40, 144), "nvfp4"), NVFP4(row_scaled=row_scaled).text
     options = (sample(3, 40), torch.rand(3), False, F32)
     arguments = (x, w[0], offs, w[1:], text, "nvfp4", *options)

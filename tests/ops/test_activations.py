@@ -22,8 +22,8 @@ from tests.helpers import (
     U8,
     assert_all_same,
     assert_same_bytes,
-    many_groups,
-    offsets,
+    offs_from_splits,
+    offs_of_many_groups,
     ops,
     sample,
 )
@@ -82,7 +82,7 @@ def check(fmt, act, x, offs, directions=(True, True), amax=None):
 def test_codes_of_every_activation(fmt, act):
     x = case(act, (150,), BF16)
     x[-3:] = torch.nan
-    check(fmt, act, x, offsets((131, 0, 16)))
+    check(fmt, act, x, offs_from_splits((131, 0, 16)))
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_directions_dtypes_and_groups(fmt, directions, dtype):
     for act in SOME:
         for splits in ("one row", "tile edges", "empty first", "all empty"):
             x = case(act, (sum(SPLITS[splits]) + 2,), dtype)
-            check(fmt, act, x, offsets(SPLITS[splits]), directions)
+            check(fmt, act, x, offs_from_splits(SPLITS[splits]), directions)
         for uniform in ((3, 21), (2, 0)):
             check(fmt, act, case(act, uniform, dtype), None, directions)
 
 
 def test_truncation_makes_a_difference():
     """Codes of what is not rounded where it should be, and the other way round, are others."""
-    x, offs = torch.randn(128, 256).to(BF16), offsets((128,))
+    x, offs = torch.randn(128, 256).to(BF16), offs_from_splits((128,))
     exact = made(SOME[0], x)
     for fmt in FORMATS:
         got = check(fmt, SOME[0], x, offs, (True, False))
@@ -116,12 +116,12 @@ def test_truncation_makes_a_difference():
 
 @each_format
 def test_many_groups_and_strided_inputs(fmt):
-    act, offs = SOME[1], many_groups()
+    act, offs = SOME[1], offs_of_many_groups()
     check(fmt, act, case(act, (int(offs[-1]) + 5,), BF16), offs)
     x = case(act, (2 * 45,), BF16)
     for strided in (x[::2], x.mT.contiguous().mT[::2]):
         assert not strided.is_contiguous()
-        check(fmt, act, strided, offsets((30, 15)))
+        check(fmt, act, strided, offs_from_splits((30, 15)))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_given_amax(fmt):
         fmt,
         SOME[1],
         case(SOME[1], (40,), BF16),
-        offsets((10, 30)),
+        offs_from_splits((10, 30)),
         (True, True),
         torch.tensor([3.0, -5.0]),
     )
@@ -142,7 +142,7 @@ def test_given_amax(fmt):
 def test_transformed_and_stochastic_codes(act):
     """Both copies are of the rounded elements; draws count elements, not columns of the input."""
     fmt, seed = NVFP4(hadamard=True, stochastic_rounding=True), torch.tensor([5, 7])
-    arguments = (fmt.text, offsets((131, 0, 9)), None, True, True, None, seed)
+    arguments = (fmt.text, offs_from_splits((131, 0, 9)), None, True, True, None, seed)
     x = case(act, (143,), BF16)
     got = ops.grouped_quantize(x, *arguments, activation=act.text)
     assert_all_same(got, ops.grouped_quantize(stored(fmt, made(act, x), BF16), *arguments))
@@ -151,7 +151,7 @@ def test_transformed_and_stochastic_codes(act):
 def test_given_scale():
     """Delayed FP8: the scale is given, the amax is that of elements that are not rounded."""
     x = case(SOME[1], (40,), BF16)
-    elements, offs, scale = made(SOME[1], x), offsets((10, 30)), torch.tensor([2.0, 0.125])
+    elements, offs, scale = made(SOME[1], x), offs_from_splits((10, 30)), torch.tensor([2.0, 0.125])
     arguments = ("fp8:scaling=delayed", offs, None, True, True, scale)
     got = ops.grouped_quantize(x, *arguments, activation="swiglu")
     assert_all_same(got, ops.grouped_quantize(elements, *arguments))
@@ -182,7 +182,7 @@ def test_groups_that_have_shapes_of_their_own(fmt):
 # What is refused
 
 
-X, OFFS = sample(8, K), offsets((3, 5))
+X, OFFS = sample(8, K), offs_from_splits((3, 5))
 #: What is changed in a call, by the message.
 REFUSED = {
     "activation must be one of gelu": {"activation": "swish"},

@@ -22,12 +22,12 @@ from tests.helpers import (
     dequantize_arguments,
     k_grouped_arguments,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
     ops,
     sample,
 )
 
-OFFS = offsets((5, 3))
+OFFS = offs_from_splits((5, 3))
 X = torch.ones(8, 32)
 W = torch.ones(2, 16, 32)
 ROW = torch.zeros(3, 2, dtype=I32)
@@ -293,7 +293,7 @@ WRONG_VALUES = {
             "slot rows must be a positive multiple of 128 (a is a columnwise copy), got 200",
         ),
         (
-            k_grouped(Q[3:], Q[3:], offsets((2, 2, 4))),
+            k_grouped(Q[3:], Q[3:], offs_from_splits((2, 2, 4))),
             "a must have at least one tile for each of the 3 groups of offs",
         ),
         (k_grouped(Q[3:], X), "b must be quantized if a is, got a_format='nvfp4' alone"),

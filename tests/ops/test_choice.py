@@ -15,14 +15,14 @@ from tests.helpers import (
     BF16,
     F32,
     assert_same_bytes,
+    compile_full_graph,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
     ops,
     sample,
-    whole_graph,
 )
 
-OFFS = offsets((3, 5))
+OFFS = offs_from_splits((3, 5))
 K, N = 512, 16
 
 
@@ -121,6 +121,7 @@ def inside(x, w, offs):
         return ops.m_grouped_gemm(x * 2, w, offs) + 1
 
 
+@pytest.mark.compile
 def test_a_block_inside_a_full_graph_is_refused():
     function = torch.compile(inside, fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot choose a backend: enter"):
@@ -138,6 +139,7 @@ def test_a_block_inside_an_exported_module_is_refused():
         torch.export.export(Module(), (*operands(), OFFS))
 
 
+@pytest.mark.compile
 def test_a_block_inside_a_function_with_graph_breaks_is_honoured(planned):
     a, b = operands()
     want = inside(a, b, OFFS)
@@ -147,6 +149,8 @@ def test_a_block_inside_a_function_with_graph_breaks_is_honoured(planned):
     assert planned == ["reference:sm_90a"]
 
 
+@pytest.mark.compile
+@pytest.mark.emulated
 def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned):
     def product(x, w, offs):
         with backend("emulated:sm_90a"):
@@ -164,12 +168,13 @@ def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned):
     assert set(planned) == {"emulated:sm_90a"}
 
 
+@pytest.mark.compile
 def test_a_compiled_function_runs_on_the_backend_of_its_call(planned):
     def product(x, w, offs):
         return ops.m_grouped_gemm(x * 2, w, offs, None, None, False, F32)
 
     a, b = operands()
-    function = whole_graph(product)
+    function = compile_full_graph(product)
     names = ("reference:sm_90a", "reference", "reference:sm_100a", "reference:sm_90a")
     results = []
     for i, name in enumerate(names):

@@ -7,9 +7,18 @@ import grouped
 from cute_kernels import backend, support
 from grouped import FP8, MXFP8, NVFP4, FP8Block
 from ptx_emulator.host import settings
-from tests.helpers import BF16, E5M2, F32, assert_same_bytes, offsets, ops, run_python, sample
+from tests.helpers import (
+    BF16,
+    E5M2,
+    F32,
+    assert_same_bytes,
+    offs_from_splits,
+    ops,
+    run_python,
+    sample,
+)
 
-OFFS = offsets((5, 0, 18))
+OFFS = offs_from_splits((5, 0, 18))
 #: Activations and the weights that they are multiplied by.
 PAIRS = (
     (NVFP4(row_scaled=True), NVFP4(block=(16, 16))),

@@ -15,7 +15,7 @@ from tests.helpers import (
     assert_all_same,
     assert_same_bytes,
     each_arch,
-    seeded,
+    seeded_generator,
 )
 
 TEXTS = {E4M3: "fp8:scaling=delayed", E5M2: "fp8:dtype=e5m2,scaling=delayed"}
@@ -68,7 +68,7 @@ def check(history, scale, dtype, amax=None, **options):
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("dtype", [*TEXTS])
 def test_random_histories_step_by_step(dtype, algorithm, skip_nonfinite):
-    rng = seeded(7)
+    rng = seeded_generator(7)
     for length, margin in itertools.product((1, 2, 3, 8), (0, 3, -2)):
         history, scale = torch.zeros(length, 40), torch.ones(40)
         for step in range(12):
@@ -124,10 +124,11 @@ def test_errors(change, error, match):
     assert history.equal(before)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @each_arch
 def test_kernels(arch, algorithm):
-    rng = seeded(3)
+    rng = seeded_generator(3)
     specials = torch.tensor([*SPECIALS, *torch.rand(5, generator=rng).exp()])
     for length in (1, 2, 3, 600):
         pick = torch.randint(0, len(specials), (length, 30), generator=rng)
@@ -153,6 +154,7 @@ def test_kernels(arch, algorithm):
         grouped.delayed_scaling_update(torch.zeros(4, 0), torch.zeros(0), E4M3)
 
 
+@pytest.mark.compile
 def test_compiled():
     def update(history, scale, amax):
         history[0] = torch.maximum(history[0], amax)

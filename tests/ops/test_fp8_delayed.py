@@ -10,13 +10,13 @@ from tests.helpers import (
     SPLITS,
     U8,
     assert_same_bytes,
-    many_groups,
-    offsets,
+    offs_from_splits,
+    offs_of_many_groups,
     ops,
+    row_ranges,
     sample,
-    saved,
-    spans,
-    weird_values,
+    save_and_load,
+    special_values,
 )
 
 FP8 = grouped.FP8
@@ -77,13 +77,13 @@ def check(q, x, scale, dtype, bounds):
 @pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_ragged(splits, directions, dtype):
-    offs, total = offsets(splits), sum(splits)
+    offs, total = offs_from_splits(splits), sum(splits)
     options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
     scale = scales(len(splits))
     for source in DTYPES.values():
-        x = weird_values(total + 3, 48, source)  # three rows of tail
+        x = special_values(total + 3, 48, source)  # three rows of tail
         q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, **options)
-        check(q, x, scale, dtype, spans(splits))
+        check(q, x, scale, dtype, row_ranges(splits))
 
 
 @pytest.mark.parametrize("dtype", [*FORMATS], ids=IDS)
@@ -98,10 +98,10 @@ def test_ragged(splits, directions, dtype):
 def test_current_scaling_is_by_the_amax_that_there_is(splits, dtype):
     """Of zeros and infinities by 1, of denormals by the largest scale."""
     for source in DTYPES.values():
-        x = weird_values(300, 144, source)
+        x = special_values(300, 144, source)
         x[:7] = torch.finfo(source).tiny / 4
-        x, offs = (x.view(3, 100, 144), None) if splits is None else (x, offsets(splits))
-        bounds = spans(splits or (100,) * 3)
+        x, offs = (x.view(3, 100, 144), None) if splits is None else (x, offs_from_splits(splits))
+        bounds = row_ranges(splits or (100,) * 3)
         amax = torch.tensor(
             [amax_of(x[g] if offs is None else x[slice(*span)]) for g, span in enumerate(bounds)]
         )
@@ -111,7 +111,7 @@ def test_current_scaling_is_by_the_amax_that_there_is(splits, dtype):
 
 
 def test_many_groups_and_views():
-    offs = many_groups()
+    offs = offs_of_many_groups()
     total = int(offs[-1])
     x = sample(2 * total, 64)[::2, 16:48]
     scale = scales(2 * len(offs))[::2]
@@ -140,7 +140,7 @@ def test_every_bf16_value():
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("dtype", [*FORMATS], ids=IDS)
 def test_it_decodes_to_code_times_the_inverse(dtype, direction):
-    x, offs, scale = sample(70, 48), offsets((33, 0, 35)), torch.tensor([3.0, 5.0, 0.7])
+    x, offs, scale = sample(70, 48), offs_from_splits((33, 0, 35)), torch.tensor([3.0, 5.0, 0.7])
     q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, columnwise=True)
     s = scale[torch.bucketize(torch.arange(68), offs, right=True), None]
     values = codes_of(x[:68], s, dtype).view(dtype).float() * (1 / s)
@@ -190,10 +190,11 @@ def test_quantizing_into_a_tensor_takes_the_scale_that_is_given():
         grouped.quantize(x, E4M3, offs=offs, columnwise=True, out=q)
 
 
+@pytest.mark.compile
 def test_it_is_saved_compiled_and_read_by_members():
     x, scale = sample(40, 64), torch.tensor([2.0, 3.0])
     q = grouped.quantize(x, E4M3, offs=[10, 40], scale=scale, columnwise=True)
-    loaded = saved(q)
+    loaded = save_and_load(q)
     assert loaded.format == E4M3 and loaded.rowwise.scale.equal(scale)
     assert_same_bytes(loaded.dequantize(), q.dequantize())
     assert q.member(1).scale.item() == 3.0
@@ -210,5 +211,5 @@ def test_the_fused_product_has_no_scale_to_give():
     codes, scales_ = w.rowwise.operand
     with pytest.raises(ValueError, match="quantize a first"):
         ops.m_grouped_quantize_gemm(
-            sample(8, 32), codes, offsets((8,)), scales_, E4M3.text, FP8().text
+            sample(8, 32), codes, offs_from_splits((8,)), scales_, E4M3.text, FP8().text
         )

@@ -12,13 +12,23 @@ from cute_kernels.ops.gemm import gathered
 from cute_kernels.ops.gemm.launcher import force_tile
 from cute_kernels.ops.gemm.op import MGroupedGemm
 from cute_kernels.runtime.plan_cache import clear_plan_cache
-from tests.helpers import BF16, F16, F32, assert_same_bytes, offsets, ops, quantized, sample, seeded
+from tests.helpers import (
+    BF16,
+    F16,
+    F32,
+    assert_same_bytes,
+    offs_from_splits,
+    ops,
+    quantize_operand,
+    sample,
+    seeded_generator,
+)
 
 TOKENS = 50
 
 
 def index_of(rows, tokens=TOKENS, seed=0):
-    rng = seeded(seed)
+    rng = seeded_generator(seed)
     index = torch.randint(0, max(1, tokens), (rows,), generator=rng)
     pick = torch.randint(0, 14, (rows,), generator=rng)
     return torch.where(
@@ -46,7 +56,7 @@ def fprop(
     arguments = (
         x,
         w,
-        offsets(sizes),
+        offs_from_splits(sizes),
         sample(groups, n) if bias else None,
         torch.rand(groups) if bias else None,
     )
@@ -57,7 +67,7 @@ def wgrad(sizes, m=136, n=264, *, tail=11, tokens=TOKENS, dtype=BF16):
     rows = sum(sizes) + tail
     a, b = sample(rows, m).to(dtype), sample(tokens, n).to(dtype)
     a[sum(sizes) :] = torch.nan
-    return (a, b, offsets(sizes), None, F32), index_of(rows, tokens)
+    return (a, b, offs_from_splits(sizes), None, F32), index_of(rows, tokens)
 
 
 def check(op, arguments, rows, arch="sm_90a", **mode):
@@ -91,11 +101,11 @@ def test_rows_of_codes(text):
         else text.replace("fp8_block", "fp8_block:block=128x128")
     )
     weights = weights.removesuffix(":").replace("128:", "128,")
-    codes, *scales = quantized(w, weights)
+    codes, *scales = quantize_operand(w, weights)
     given = {"b_scales": scales, "a_format": text, "b_format": weights}
-    a, *a_scales = quantized(x, text, offsets((TOKENS,)))
-    for offs in (offsets((130, 9)), offsets((0, 150))):
-        whole, *rest = quantized(ops.moe_gather(x, rows), text, offs)
+    a, *a_scales = quantize_operand(x, text, offs_from_splits((TOKENS,)))
+    for offs in (offs_from_splits((130, 9)), offs_from_splits((0, 150))):
+        whole, *rest = quantize_operand(ops.moe_gather(x, rows), text, offs)
         want = ops.m_grouped_gemm(whole, codes, offs, a_scales=rest, **given)
         assert_same_bytes(
             ops.m_grouped_gemm(a, codes, offs, a_scales=a_scales, rows=rows, **given), want
@@ -128,6 +138,7 @@ MODES = {
 }
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("case", "mode"),
     [(case, mode) for case in CASES for mode in ({}, *MODES.get(case, ()))],
@@ -159,6 +170,7 @@ SM100_CASES = {
 SM100_MODES = ({}, {"races": True}, *({"mode": "chaos", "seed": seed} for seed in range(3)))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", SM100_CASES.values(), ids=SM100_CASES)
 def test_sm100(case):
     op, tile, (arguments, rows) = case
@@ -167,6 +179,7 @@ def test_sm100(case):
             check(op, arguments, rows, "sm_100a", name="emulated:sm_100a", **mode)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_every_architecture(arch, monkeypatch):
     """By the choice of a tile; strided operands, and rows that are gathered first."""
@@ -179,9 +192,9 @@ def test_every_architecture(arch, monkeypatch):
     )
     (a, b, *rest), rows = wgrad((9, 0, 5), 24, 64)
     check("k", (a, sample(TOKENS, 67)[:, 3:], *rest), rows, name=f"emulated:{arch}")
-    codes, *scales = quantized(w, "nvfp4")
+    codes, *scales = quantize_operand(w, "nvfp4")
     given = {"b_scales": scales, "b_format": "nvfp4", "bias": None}
-    arguments, rows = (x, codes, offsets((9, 0, 5))), index_of(16)
+    arguments, rows = (x, codes, offs_from_splits((9, 0, 5))), index_of(16)
     with backend(f"emulated:{arch}"):
         want = ops.m_grouped_gemm(ops.moe_gather(x, rows), *arguments[1:], **given)
         assert_same_bytes(ops.m_grouped_gemm(*arguments, **given, rows=rows), want)
@@ -200,6 +213,7 @@ W4A16_CASES = {
 }
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("case", "dtype"), [*((case, BF16) for case in W4A16_CASES), ("uneven", F16)]
 )
@@ -207,31 +221,45 @@ def test_w4a16_gathers_as_it_rearranges(case, dtype):
     """Without a gathered copy in memory, which the launches show."""
     sizes, n, k, tokens = W4A16_CASES[case]
     x, rows = sample(tokens, k).to(dtype), index_of(sum(sizes) + 7, tokens)
-    codes, *scales = quantized(sample(len(sizes), n, k), "nvfp4")
+    codes, *scales = quantize_operand(sample(len(sizes), n, k), "nvfp4")
     given = {"b_scales": scales, "b_format": "nvfp4", "bias": None}
-    want = ops.m_grouped_gemm(ops.moe_gather(x, rows), codes, offsets(sizes), **given)
+    want = ops.m_grouped_gemm(ops.moe_gather(x, rows), codes, offs_from_splits(sizes), **given)
     orders = [{"races": True}, *({"mode": "chaos", "seed": seed} for seed in range(3))]
     for mode in [{}, *(orders if case == "uneven" and dtype == BF16 else ())]:
         with backend("emulated:sm_90a", **mode):
-            got = ops.m_grouped_gemm(x, codes, offsets(sizes), **given, rows=rows)
+            got = ops.m_grouped_gemm(x, codes, offs_from_splits(sizes), **given, rows=rows)
             assert_same_bytes(
-                got, ops.m_grouped_gemm(ops.moe_gather(x, rows), codes, offsets(sizes), **given)
+                got,
+                ops.m_grouped_gemm(
+                    ops.moe_gather(x, rows), codes, offs_from_splits(sizes), **given
+                ),
             )
     torch.testing.assert_close(got, want, atol=1e-2, rtol=2e-2)
     op = MGroupedGemm(
-        x, codes, offsets(sizes), None, None, False, None, None, scales, None, "nvfp4", rows=rows
+        x,
+        codes,
+        offs_from_splits(sizes),
+        None,
+        None,
+        False,
+        None,
+        None,
+        scales,
+        None,
+        "nvfp4",
+        rows=rows,
     )
     assert not gathered.gathers_first(op, "a", "sm_90a")
 
 
 def test_what_no_kernel_gathers():
     pytest.importorskip("cutlass")
-    x = quantized(sample(TOKENS, 128), "fp8_block", offsets((TOKENS,)))
-    w = quantized(sample(1, 16, 128), "fp8_block:block=128x128")
+    x = quantize_operand(sample(TOKENS, 128), "fp8_block", offs_from_splits((TOKENS,)))
+    w = quantize_operand(sample(1, 16, 128), "fp8_block:block=128x128")
     formats = {"a_format": "fp8_block", "b_format": "fp8_block:block=128x128"}
     given = {"a_scales": x[1:], "b_scales": w[1:], "rows": index_of(9), **formats}
     with backend("emulated:sm_100a"), pytest.raises(UnsupportedError, match="codes by an index"):
-        ops.m_grouped_gemm(x[0], w[0], offsets((9,)), **given)
+        ops.m_grouped_gemm(x[0], w[0], offs_from_splits((9,)), **given)
 
 
 def both(product, arguments, side, index):

@@ -21,10 +21,10 @@ from tests.helpers import (
     assert_all_same,
     assert_same_bytes,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
     ops,
     poisoned,
-    quantized,
+    quantize_operand,
     sample,
 )
 
@@ -49,15 +49,15 @@ def arguments(
     kind, n, k, activation, interleaved=False, keeps_z=True, bias=None, dtype=None, sizes=SIZES
 ):
     """Of ``m_grouped_gemm_activate``; ``kind`` is formats of A and B, with "plain" for none."""
-    offs, groups = offsets(sizes), len(sizes)
+    offs, groups = offs_from_splits(sizes), len(sizes)
     a_format, b_format, *prepacked = kind.split(" ")
     x, w = sample(sum(sizes) + TAIL, k), sample(groups, n, k)
     x[sum(sizes) :] = torch.nan
     texts = {}
     if a_format != "plain":
-        x, texts["a_format"] = quantized(x, a_format, offs), a_format
+        x, texts["a_format"] = quantize_operand(x, a_format, offs), a_format
     if b_format != "plain":
-        w, texts["b_format"] = quantized(w, b_format), b_format
+        w, texts["b_format"] = quantize_operand(w, b_format), b_format
     if prepacked:
         w[0] = cute_kernels.prepack(w[0])
     vectors = (None, None)
@@ -146,6 +146,7 @@ ALL = [
 ]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(("i", "arch", "args", "tile", "options"), ALL)
 def test_kernels(i, arch, args, tile, options):
     mode = MODES[i % len(MODES)]
@@ -324,6 +325,7 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("arch", "case"),
     [(name.split(",")[0], case) for name, case in QUANTIZED.items()],
@@ -377,6 +379,7 @@ def test_every_activation(activation):
         assert_all_same(ops.m_grouped_gemm_activate(*given), expected("", given))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("tile", "mode"),
     [("256x16 swapped", {"races": True}), ("256x160 swapped fitted", {"mode": "chaos", "seed": 1})],
@@ -391,12 +394,13 @@ def test_rows_by_an_index(tile, mode):
         )
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("index", [None, index_of(20, 15).clamp(0, 19)], ids=["rows", "index"])
 def test_rows_are_quantized_on_the_way(index, arch):
     for fmt, b_format, n in ((BY_ROW, "nvfp4", 512), ("fp8_block", SQUARES, 256)):
-        a, offs = sample(20, 144), offsets((5, 0, 12))
-        codes, *scales = quantized(sample(3, n, 144), b_format)
+        a, offs = sample(20, 144), offs_from_splits((5, 0, 12))
+        codes, *scales = quantize_operand(sample(3, n, 144), b_format)
         given = (
             a,
             codes,
@@ -430,6 +434,7 @@ def test_rows_are_quantized_on_the_way(index, arch):
             )
 
 
+@pytest.mark.emulated
 def test_nothing_to_do():
     for sizes, n in (((0, 0), 16), ((3, 0), 0)):
         given = arguments("plain plain", n, 16, "swiglu", sizes=sizes)
@@ -476,6 +481,7 @@ def test_refuses(change, message):
         refused(change)
 
 
+@pytest.mark.emulated
 def test_what_no_kernel_takes_says_so():
     pytest.importorskip("cutlass")
     cases = [

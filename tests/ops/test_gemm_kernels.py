@@ -15,9 +15,9 @@ from tests.helpers import (
     NVFP4_TEXTS,
     assert_all_same,
     assert_same_bytes,
-    ends,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
+    offs_tensor,
     ops,
     sample,
 )
@@ -26,7 +26,7 @@ SPLITS, TAIL = (5, 0, 70), 60
 
 
 def quantized(text, weights="nvfp4"):
-    offs = offsets(SPLITS)
+    offs = offs_from_splits(SPLITS)
     x, w = (
         ops.grouped_quantize(x, fmt, o)[: len(parse(fmt).operand_names(columnwise=False))]
         for x, fmt, o in (
@@ -39,7 +39,7 @@ def quantized(text, weights="nvfp4"):
 
 def plain():
     x, w = sample(sum(SPLITS) + TAIL, 64), sample(len(SPLITS), 40, 64)
-    return x.bfloat16(), w.bfloat16(), offsets(SPLITS)
+    return x.bfloat16(), w.bfloat16(), offs_from_splits(SPLITS)
 
 
 PRODUCTS = {
@@ -52,6 +52,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", [*PRODUCTS])
 def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
     arguments = PRODUCTS[case]()
@@ -63,6 +64,7 @@ def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
     assert_same_bytes(got, want)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
 @pytest.mark.parametrize(
     ("arch", "text"),
@@ -79,7 +81,9 @@ def test_codes_beside_plain_activations(garbage, arch, text, transpose_b):
     ]
     x, bias = sample(sum(SPLITS) + TAIL, 64).bfloat16(), sample(len(SPLITS), 96).bfloat16()
     alpha = torch.tensor([0.3, 7.0, -1.1])
-    arguments = m_grouped_arguments(x, b, offsets(SPLITS), bias, alpha, transpose_b, b_format=text)
+    arguments = m_grouped_arguments(
+        x, b, offs_from_splits(SPLITS), bias, alpha, transpose_b, b_format=text
+    )
     found = []
     for name in (f"reference:{arch}", f"emulated:{arch}"):
         with backend(name):
@@ -92,7 +96,7 @@ def test_codes_beside_plain_activations(garbage, arch, text, transpose_b):
 
 def test_no_rows():
     x, w = torch.ones(0, 64, dtype=BF16), torch.ones(3, 40, 64, dtype=BF16)
-    offs = ends(0, 0, 0)
+    offs = offs_tensor(0, 0, 0)
     with backend("emulated:sm_100a"):
         assert ops.m_grouped_gemm(x, w, offs).shape == (0, 40)
         dw = ops.k_grouped_gemm(torch.ones(0, 40, dtype=BF16), x, offs)
@@ -103,11 +107,12 @@ def test_what_the_kernels_refuse_says_why():
     x, w = torch.ones(4, 12), torch.ones(1, 8, 12)
     with backend("emulated:sm_100a"):
         with pytest.raises(UnsupportedError, match="float32"):
-            ops.m_grouped_gemm(x, w, offsets((4,)))
+            ops.m_grouped_gemm(x, w, offs_from_splits((4,)))
         with pytest.raises(UnsupportedError, match="K must be a positive multiple"):
-            ops.m_grouped_gemm(x.bfloat16(), w.bfloat16(), offsets((4,)))
+            ops.m_grouped_gemm(x.bfloat16(), w.bfloat16(), offs_from_splits((4,)))
 
 
+@pytest.mark.emulated
 def test_a_forced_tile_is_used_and_gives_the_same_bits(monkeypatch):
     used = []
 
@@ -142,4 +147,4 @@ def test_a_tile_that_a_product_cannot_have_is_refused():
         force_tile(swapped),
         pytest.raises(UnsupportedError, match="swap_ab"),
     ):
-        ops.k_grouped_gemm(x, x, offsets(SPLITS))
+        ops.k_grouped_gemm(x, x, offs_from_splits(SPLITS))

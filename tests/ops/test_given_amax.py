@@ -4,7 +4,7 @@ import torch
 from cute_kernels import backend
 from cute_kernels.formats import parse
 from cute_kernels.runtime.backend import BACKENDS
-from tests.helpers import NVFP4_TEXTS, assert_same_buffers, offsets, ops, sample
+from tests.helpers import NVFP4_TEXTS, assert_same_buffers, offs_from_splits, ops, sample
 
 NAMES = [name for name in BACKENDS if name == "reference" or name.startswith("emulated")]
 SPLITS = (3, 5, 12, 10, 1, 9, 5)
@@ -37,7 +37,7 @@ def on(name, call, x, offs, amax):
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_sign_of_an_amax_is_dropped(name, call):
-    x, offs = sample(sum(SPLITS), 64), offsets(SPLITS)
+    x, offs = sample(sum(SPLITS), 64), offs_from_splits(SPLITS)
     assert_same_buffers(
         on(name, call, x, offs, SIGNED), on("reference", call, x, offs, SIGNED.abs())
     )
@@ -49,7 +49,9 @@ def test_the_sign_of_an_amax_is_dropped(name, call):
 def test_groups_without_elements_keep_the_given_amax(name, uniform, call):
     x = torch.empty(*((2, 0) if uniform else (0,)), 32)
     text, rowwise, columnwise = call
-    found = on(name, call, x, None if uniform else offsets((0, 0)), torch.tensor([2.5, -3.0]))
+    found = on(
+        name, call, x, None if uniform else offs_from_splits((0, 0)), torch.tensor([2.5, -3.0])
+    )
     if rowwise and not parse(text).row_scaled:
         assert found["amax"].tolist() == [2.5, 3.0]
     if columnwise:

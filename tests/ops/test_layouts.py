@@ -16,16 +16,16 @@ from tests.helpers import (
     U8,
     assert_all_same,
     dequantize_arguments,
-    ends,
     k_grouped_arguments,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
+    offs_tensor,
     ops,
     sample,
 )
 
 pytestmark = pytest.mark.usefixtures("garbage")
-OFFS = offsets((5, 0, 28, 7))
+OFFS = offs_from_splits((5, 0, 28, 7))
 ROWS, K, N = 43, 64, 48  # three rows of tail
 GROUPS = len(OFFS)
 
@@ -270,7 +270,7 @@ def written():
     """Outputs over a pattern: of 8 bytes a row where kernels need 16, or with odd addresses."""
     torch.manual_seed(0)
     x, w = torch.randn(100, 16).bfloat16(), torch.randn(3, 32, 16).bfloat16()
-    offs = ends(10, 40, 90)
+    offs = offs_tensor(10, 40, 90)
     for text in ("nvfp4:row_scaled", "nvfp4"):
         codes, *rest = buffers(parse(text), x.shape, 3).values()
         copy = [torch.full(codes.shape, 0xA5, dtype=codes.dtype)]
@@ -287,6 +287,7 @@ def written():
     yield out
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_outputs_that_kernels_cannot_write_keep_the_rest(arch):
     with backend(f"reference:{arch}"):

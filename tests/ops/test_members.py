@@ -11,11 +11,11 @@ from cute_kernels.formats import FP8, NVFP4, parse
 from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import (
     BF16,
-    BUILT,
     DIRECTIONS,
     F16,
     F32,
     I32,
+    REFERENCE_FORMATS,
     SENTINEL,
     U8,
     assert_all_same,
@@ -23,8 +23,8 @@ from tests.helpers import (
     ops,
     poisoned,
     sample,
-    seeded,
-    weird_values,
+    seeded_generator,
+    special_values,
 )
 
 #: Shapes by the thing that each is there to catch.
@@ -39,7 +39,7 @@ SHAPES = {
     "all empty": [(0, 32), (0, 64)],
     "single rows": [(1, 32)] * 5,
 }
-each_format = pytest.mark.parametrize("fmt", BUILT.values(), ids=BUILT)
+each_format = pytest.mark.parametrize("fmt", REFERENCE_FORMATS.values(), ids=REFERENCE_FORMATS)
 
 
 def flat(shapes):
@@ -98,7 +98,7 @@ def check_against_members(fmt, members, directions, amax=None):
         assert values.shape == x.shape and not values[start:].any()
 
 
-REFERENCE_AND_DELAYED_FORMATS = BUILT | {"delayed": FP8(scaling="delayed")}
+REFERENCE_AND_DELAYED_FORMATS = REFERENCE_FORMATS | {"delayed": FP8(scaling="delayed")}
 
 
 @pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
@@ -117,7 +117,7 @@ def test_every_member_has_the_bytes_that_it_has_alone(fmt, directions):
 def test_dtypes_and_strange_values(fmt, dtype):
     try:
         check_against_members(
-            fmt, [weird_values(*shape, dtype) for shape in SHAPES["both vary"]], (True, True)
+            fmt, [special_values(*shape, dtype) for shape in SHAPES["both vary"]], (True, True)
         )
     except TypeError as error:
         assert fmt == NVFP4(hadamard=True) and "bfloat16" in str(error)
@@ -143,8 +143,8 @@ def test_given_amaxes(fmt):
 
 @pytest.mark.parametrize("text", ["nvfp4:row_scaled", "fp8"])
 def test_many_members(text):
-    fmt = BUILT[text]
-    rows = torch.randint(0, 3, (1030,), generator=seeded(5)).tolist()
+    fmt = REFERENCE_FORMATS[text]
+    rows = torch.randint(0, 3, (1030,), generator=seeded_generator(5)).tolist()
     shapes = [(m, 32 if i % 3 else 64) for i, m in enumerate(rows)]
     x = sample(live(shapes))
     out = ops.grouped_quantize(x, fmt.text, None, None, True, False, shapes=flat(shapes))
@@ -239,6 +239,7 @@ def test_other_shapes_are_another_plan():
         call(shapes=[4, 24, 4, 32])
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("arch", "text", "act"),
     [

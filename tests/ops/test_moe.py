@@ -16,12 +16,12 @@ from tests.helpers import (
     assert_all_same,
     assert_same_bytes,
     each_arch,
-    many_groups,
+    offs_of_many_groups,
     ops,
     poisoned,
     sample,
-    seeded,
-    weird_values,
+    seeded_generator,
+    special_values,
 )
 from tests.reference.test_activations import in_fp64
 
@@ -31,7 +31,7 @@ MODES = [{}, {"mode": "chaos", "seed": 1}, {"mode": "chaos", "seed": 2}, {"races
 
 def ids_of(tokens, top_k, experts, *, seed=0, dtype=torch.int64):
     """Experts of each token, no two the same where there are enough; some are none."""
-    rng = seeded(seed)
+    rng = seeded_generator(seed)
     ids = torch.rand(tokens, max(experts, top_k), generator=rng).argsort(1)[:, :top_k] % experts
     wild = torch.tensor([-1, experts, -(2**31), 2**31 - 1, experts + 511])
     pick = torch.randint(0, 12, ids.shape, generator=rng)
@@ -63,6 +63,7 @@ def test_routing(tokens, top_k, experts, dtype):
     assert_all_same(ops.compute_routing(ids, experts), loop(ids, experts))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("dtype", [I32, torch.int64])
 @each_arch
 def test_routing_kernels(arch, dtype, monkeypatch):
@@ -81,6 +82,7 @@ def test_routing_kernels(arch, dtype, monkeypatch):
     clear_plan_cache()
 
 
+@pytest.mark.emulated
 def test_extremes_of_int64_are_no_experts():
     info = torch.iinfo(torch.int64)
     ids = torch.tensor([[info.min, info.max], [2**32, 1], [-(2**32), 0]])
@@ -103,7 +105,7 @@ ROUTERS = [
 def routed(case, tokens=7):
     """The op and its gradient with every kind of number; with a bias and an end or without."""
     experts, k, *options = case
-    logits = torch.randn(tokens, experts, generator=seeded(experts)) * 4
+    logits = torch.randn(tokens, experts, generator=seeded_generator(experts)) * 4
     logits[0], logits[1, 3], logits[2, 5], logits[3, :4], logits[4, 0] = (
         0,
         torch.nan,
@@ -123,6 +125,7 @@ def routed(case, tokens=7):
     return [*out, ops.moe_route_gradient(*given), ops.moe_route_gradient(*given, True)]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", ROUTERS)
 def test_router_kernels(case):
     want, at = routed(case), ROUTERS.index(case)
@@ -135,7 +138,7 @@ def test_router_kernels(case):
 def operands(tokens=9, cols=24, top_k=3, experts=4, dtype=F32, seed=0):
     ids = ids_of(tokens, top_k, experts, seed=seed)
     _, token, _, row = ops.compute_routing(ids, experts)
-    rng = seeded(seed)
+    rng = seeded_generator(seed)
     weight = torch.randn(tokens, top_k, generator=rng)
     return (
         sample(tokens, cols, dtype=dtype),
@@ -195,6 +198,7 @@ def test_gradients_of_a_sum_with_pairs_that_are_absent(given):
                 ]
 
 
+@pytest.mark.emulated
 @each_arch
 def test_gather_and_combine_kernels(arch, monkeypatch):
     """Loads of every width, more experts a token than loads at a time, strips and parts of one."""
@@ -285,6 +289,7 @@ def test_activations(name, dtype, cols, interleaved):
     assert_same_bytes(leaf.grad, plain)
 
 
+@pytest.mark.emulated
 @each_activation
 @each_arch
 def test_activation_kernels(arch, name, dtype, cols, interleaved):
@@ -344,16 +349,17 @@ QUANTIZED = [
 ]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", QUANTIZED)
 @each_arch
 def test_gradients_are_quantized_where_they_are_made(arch, case, monkeypatch):
     """With the bits of the ops that this stands for, over poison; counters are left at zero."""
     cols, act, interleaved, formats, dtype, ends = case
     rows = 150 if ends else 1300
-    x, grad = (weird_values(rows, n, DTYPES[dtype]) for n in (cols * (1 + ("glu" in act)), cols))
+    x, grad = (special_values(rows, n, DTYPES[dtype]) for n in (cols * (1 + ("glu" in act)), cols))
     pair, weight = torch.randperm(rows).int(), torch.rand(rows // 2, 2)
     pair[:3] = torch.tensor([-1, rows, 2**31 - 1])
-    offs = torch.tensor(ends, dtype=I32) if ends else many_groups()
+    offs = torch.tensor(ends, dtype=I32) if ends else offs_of_many_groups()
     x[int(offs[-1]) :] = torch.nan
     weight[5] = torch.tensor([torch.inf, torch.nan])
     scales = [
@@ -408,7 +414,10 @@ GATHERED = [
 
 
 @pytest.mark.parametrize(("text", "way", "act"), GATHERED)
-@pytest.mark.parametrize("arch", ("reference", *ARCHITECTURES))
+@pytest.mark.parametrize(
+    "arch",
+    ("reference", *(pytest.param(a, marks=pytest.mark.emulated) for a in ARCHITECTURES)),
+)
 def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
     """The bits of gathering first, by kernels over poison; in a GEMM, too."""
     x, _, _, _, _ = operands(50, 320 if act else 160, dtype=BF16)
@@ -463,6 +472,7 @@ TILES_OF_ROWS = [
 ]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", TILES_OF_ROWS)
 @each_arch
 def test_tiles_of_rows_by_an_index(arch, case):
@@ -470,9 +480,9 @@ def test_tiles_of_rows_by_an_index(arch, case):
     stages.
     """
     text, way, dtype, tokens, cols, ends = case
-    offs = torch.tensor(ends, dtype=I32) if ends else many_groups()
+    offs = torch.tensor(ends, dtype=I32) if ends else offs_of_many_groups()
     x, index = (
-        weird_values(tokens, cols, dtype),
+        special_values(tokens, cols, dtype),
         torch.randint(0, tokens, (700 if ends else 1300,)).int(),
     )
     index[int(offs[-1]) :] = torch.tensor([-1, 2**31 - 1, -(2**31)]).repeat(500)[
@@ -505,6 +515,7 @@ BY_TOKEN = [
 ]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", BY_TOKEN)
 @each_arch
 def test_tokens_are_read_once(arch, case):

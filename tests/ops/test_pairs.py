@@ -9,9 +9,9 @@ from cute_kernels.formats.base import GlobalScale
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.ops.format_pairs import check_pair
 from cute_kernels.reference import Operand
-from tests.helpers import E5M2, k_grouped_arguments, m_grouped_arguments, offsets, ops
+from tests.helpers import E5M2, k_grouped_arguments, m_grouped_arguments, offs_from_splits, ops
 
-OFFS = offsets((5, 3))
+OFFS = offs_from_splits((5, 3))
 KINDS = (NVFP4(), MXFP8(), FP8Block(), FP8())
 
 

@@ -13,7 +13,7 @@ import grouped
 from cute_kernels import backend
 from cute_kernels.runtime import replay
 from cute_kernels.runtime.plan_cache import clear_plan_cache
-from tests.helpers import BF16, F32, assert_all_same, ops, seeded
+from tests.helpers import BF16, F32, assert_all_same, ops, seeded_generator
 
 EMULATED = "emulated:sm_90a"
 
@@ -36,7 +36,7 @@ def moe_of(recipe=None, **options):
 
 
 def tokens(seed, count=9):
-    return torch.randn(count, 64, generator=seeded(seed)).bfloat16()
+    return torch.randn(count, 64, generator=seeded_generator(seed)).bfloat16()
 
 
 def check(function):
@@ -61,6 +61,7 @@ every_recipe = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.emulated
 @every_recipe
 def test_a_layer_that_serves(recordings, recipe):
     moe = moe_of(recipe, bias=True).eval()
@@ -112,6 +113,7 @@ WAYS = {
 }
 
 
+@pytest.mark.emulated
 @every_recipe
 @pytest.mark.parametrize("way", list(WAYS))
 def test_steps(recordings, recipe, way):
@@ -146,6 +148,7 @@ def test_steps(recordings, recipe, way):
             dx.sum().backward()
 
 
+@pytest.mark.emulated
 def test_steps_of_two_threads(recordings):
     moe, found = moe_of(), {}
 
@@ -175,6 +178,7 @@ def values(width=16):
     return torch.tensor([[0, 1], [2, 0], [1, 2]]), torch.randn(3, width).bfloat16()
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("what", ["reads", "foreign", "same", "aligned"])
 def test_what_is_not_repeated(recordings, what):
     foreign = torch.ones(())
@@ -201,6 +205,7 @@ def test_what_is_not_repeated(recordings, what):
     assert len(recordings) == (what == "aligned")
 
 
+@pytest.mark.emulated
 def test_guards_of_calls_alike(recordings, monkeypatch):
     """They are made once, though calls differ by turns in what their key leaves out."""
     made, guard = [], replay.Recording.guard
@@ -216,6 +221,7 @@ def test_guards_of_calls_alike(recordings, monkeypatch):
     assert len(made) == 2 and len(recordings) == 8
 
 
+@pytest.mark.emulated
 def test_memory_ends_where_it_did(recordings):
     """Temporary tensors of a repeated call are let go as they are read."""
     with backend(EMULATED):

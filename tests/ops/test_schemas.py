@@ -16,37 +16,37 @@ from tests.helpers import (
     I32,
     NVFP4_TEXTS,
     U8,
-    Graphs,
+    GraphRecorder,
     assert_all_same,
     assert_same_bytes,
     dequantize_arguments,
-    ends,
     k_grouped_arguments,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
+    offs_tensor,
     ops,
     poisoned,
-    quantized,
+    quantize_operand,
     sample,
 )
 
 from .test_adamw import arguments as updating
 from .test_layouts import CALLS
 
-OFFS = offsets((5, 0, 8))
+OFFS = offs_from_splits((5, 0, 8))
 ROWS = 15  # two rows of tail
-INDEX = ends(3, 0, 6, 3, -1, 2, 7, 5, 5, 0, 1, 2**31 - 1, 4, 1, 1)
+INDEX = offs_tensor(3, 0, 6, 3, -1, 2, 7, 5, 5, 0, 1, 2**31 - 1, 4, 1, 1)
 
 
 BY_ROW, SQUARE = NVFP4_TEXTS["row-scaled"], NVFP4_TEXTS["16x16"]
 
 
 def nvfp4(cols):
-    return quantized(sample(ROWS, cols), "nvfp4", OFFS)
+    return quantize_operand(sample(ROWS, cols), "nvfp4", OFFS)
 
 
 def weight(*shape, columnwise=False):
-    return quantized(sample(*shape), "nvfp4", columnwise=columnwise)
+    return quantize_operand(sample(*shape), "nvfp4", columnwise=columnwise)
 
 
 def x(cols=32, grad=False, dtype=F32):
@@ -75,7 +75,7 @@ def decoding_shapes():
 
 def copy_of(text, columnwise=False, uniform=None):
     x, offs = (sample(ROWS, 32), OFFS) if uniform is None else (sample(*uniform), None)
-    return quantized(x, text, offs, columnwise=columnwise)
+    return quantize_operand(x, text, offs, columnwise=columnwise)
 
 
 def fp8_cases(a, b):
@@ -236,8 +236,8 @@ BY_OP = {
         ),
         "fp8_block rows": lambda: (
             *m_grouped_arguments(
-                quantized(sample(7, 128), "fp8_block", offsets((7,))),
-                quantized(sample(3, 8, 128), "fp8_block:block=128x128"),
+                quantize_operand(sample(7, 128), "fp8_block", offs_from_splits((7,))),
+                quantize_operand(sample(3, 8, 128), "fp8_block:block=128x128"),
                 OFFS,
                 a_format="fp8_block",
                 b_format="fp8_block:block=128x128",
@@ -280,7 +280,12 @@ TEXTS = ("fp8", "mxfp8", "mxfp8:block=32x32", "fp8_block", "fp8_block:block=128x
 
 def decoding(text, columnwise):
     return dequantize_arguments(
-        quantized(x(160), text, OFFS, columnwise=columnwise), text, ROWS, F32, OFFS, columnwise
+        quantize_operand(x(160), text, OFFS, columnwise=columnwise),
+        text,
+        ROWS,
+        F32,
+        OFFS,
+        columnwise,
     )
 
 
@@ -397,8 +402,9 @@ def test_out_form_takes_any_pitch():
         assert_same_bytes(codes[:13], want[0][:13])
 
 
+@pytest.mark.compile
 def test_compile_once_for_all_sizes_and_offsets():
-    graphs = Graphs()
+    graphs = GraphRecorder()
 
     def step(a, b, offs, ids):
         _, token, _, row = ops.compute_routing(ids, 5)
@@ -411,7 +417,7 @@ def test_compile_once_for_all_sizes_and_offsets():
     compiled = torch.compile(step, fullgraph=True, backend=graphs, dynamic=True)
     b = sample(3, 24, 32)
     for splits in ((40, 0, 33), (300, 5, 9), (2, 2, 2)):
-        a, offs = sample(sum(splits) + 3, 32), offsets(splits)
+        a, offs = sample(sum(splits) + 3, 32), offs_from_splits(splits)
         given = a, b, offs, torch.randint(-1, 6, (len(a), 2))
         assert_all_same(compiled(*given), step(*given))
     assert len(graphs) == 1

@@ -19,7 +19,7 @@ from tests.helpers import (
     dequantize_arguments,
     k_grouped_arguments,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
     ops,
     sample,
 )
@@ -51,7 +51,7 @@ RUN_ON = {
     NVFP4(hadamard=True, stochastic_rounding=True): "sm_100a",
     NVFP4(four_over_six=True): "sm_90a",
 }
-OFFS = offsets((4, 0, 2))
+OFFS = offs_from_splits((4, 0, 2))
 K, N = 32, 16
 DTYPES = (*FLOATS.values(), torch.float64, I32, torch.int64)
 #: Formats whose codes are packed, so that their bits can be in another order.
@@ -73,7 +73,8 @@ def combinations():
             if dtype not in allowed or arch == "reference" or dtype == allowed[0]:
                 title = fmt.text if fmt else "plain"
                 name = "-".join((op, title + " prepacked" * prepacked, arch, str(dtype)))
-                yield pytest.param(op, fmt, arch, dtype, prepacked, id=name)
+                marks = () if arch == "reference" else pytest.mark.emulated
+                yield pytest.param(op, fmt, arch, dtype, prepacked, id=name, marks=marks)
 
 
 def given_of(fmt):

@@ -5,7 +5,15 @@ import torch
 
 import grouped
 from cute_kernels import UnsupportedError, active_backend, backend
-from tests.helpers import F32, assert_all_same, assert_same_bytes, offsets, ops, poisoned, sample
+from tests.helpers import (
+    F32,
+    assert_all_same,
+    assert_same_bytes,
+    offs_from_splits,
+    ops,
+    poisoned,
+    sample,
+)
 from tests.reference.oracle import RCP_2688
 from tests.reference.test_gemm_fp8 import FP8_KINDS, Product, scaled
 
@@ -19,15 +27,15 @@ def test_fp32_operands_are_refused(core):
     before = out.clone()
     with backend(f"reference:{core}"):
         for name, operands in (
-            ("m_grouped_gemm", (a, b, offsets((4,)), None, None, False, F32)),
-            ("k_grouped_gemm", (a, a, offsets((4,)), None, F32)),
+            ("m_grouped_gemm", (a, b, offs_from_splits((4,)), None, None, False, F32)),
+            ("k_grouped_gemm", (a, a, offs_from_splits((4,)), None, F32)),
         ):
             with pytest.raises(
                 UnsupportedError, match=f"on reference:{core}: a tensor core truncates"
             ):
                 getattr(ops, name)(*operands)
         with pytest.raises(UnsupportedError, match="truncates float32"):
-            ops.m_grouped_gemm_out(a, b, offsets((4,)), out=out)
+            ops.m_grouped_gemm_out(a, b, offs_from_splits((4,)), out=out)
     assert_same_bytes(out, before)
 
 
@@ -40,8 +48,8 @@ def test_backend_names_its_tensor_core(core):
         assert (chosen.arch, chosen.tensor_core) == ("reference", core)
         # Everything that is no GEMM is the reference's.
         x = sample(20, 32)
-        got = ops.grouped_quantize(x, "nvfp4", offsets((20,)), columnwise=True)
-    assert_all_same(got, ops.grouped_quantize(x, "nvfp4", offsets((20,)), columnwise=True))
+        got = ops.grouped_quantize(x, "nvfp4", offs_from_splits((20,)), columnwise=True)
+    assert_all_same(got, ops.grouped_quantize(x, "nvfp4", offs_from_splits((20,)), columnwise=True))
 
 
 @every_core

@@ -24,6 +24,7 @@ PLOTS = [f"view={name}" for name in ("tokens", "rooflines", "history", "numerics
 MADE = ("", *PLOTS, CASE, KERNEL, "suite=gemm&contender=torch")
 
 pytestmark = [
+    pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the PATH"),
     # One worker has the browser.
     pytest.mark.xdist_group("chromium"),

@@ -15,7 +15,7 @@ from perf.peers import PEERS, all_peers, cutlass, pytorch, quack
 from perf.peers.base import NOISE, linear_nvfp4, padded_rows, row_scales, unpadded_rows
 from perf.suites import layer, moe
 from perf.suites.quantize import Input, Quantization
-from tests.helpers import U8, seeded
+from tests.helpers import U8, seeded_generator
 
 CPU = torch.device("cpu")
 SHAPE = GroupedShape("small", "up", 4, 32, 128)
@@ -55,7 +55,7 @@ def test_torch_products():
     ],
 )
 def test_torch_quantizers(quantize, decode, bound):
-    x = torch.randn(40, 256, generator=seeded(0)).bfloat16()
+    x = torch.randn(40, 256, generator=seeded_generator(0)).bfloat16()
     got = quantize(x, x.abs().amax().float().view(1))
     assert (decode(*got) - x.float()).norm() / x.float().norm() < bound
     # Codes in the wrong nibble are no noise.
@@ -78,7 +78,7 @@ def test_scales_come_out_of_tiles():
 
 
 def test_weights_for_other_libraries_are_ours():
-    weight = torch.randn(3, 32, 64, generator=seeded(1)).bfloat16()
+    weight = torch.randn(3, 32, 64, generator=seeded_generator(1)).bfloat16()
     codes, scales, level = linear_nvfp4(weight)
     values = torch.stack(
         [pytorch.nvfp4_values(c, s, 1 / n) for c, s, n in zip(codes, scales, level, strict=True)]

@@ -255,6 +255,7 @@ def test_a_count_needs_the_emulator():
         count(lambda: None)
 
 
+@pytest.mark.emulated
 @pytest.mark.skipif(not has_compiler(), reason="the emulator needs g++")
 def test_counts_are_the_committed_ones():
     assert main(["run", "counts", "--check", "--no-peers", "--filter", "op=(amax|dbias)"]) == 0

@@ -36,6 +36,7 @@ def test_parts_run(monkeypatch, capsys, part):
     assert called == set(wanted[part])
 
 
+@pytest.mark.emulated
 def test_mixtures_take_steps(monkeypatch, capsys):
     """Each in the recipes that are chosen; what a backend has no kernels for is said, and the
     others go on.

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from cute_kernels.formats.activations import ACTIVATIONS, Activation
 from cute_kernels.reference.activations import activate, activate_gradient, exp, sigmoid, tanh
-from tests.helpers import assert_same_bytes, every_16_bits
+from tests.helpers import all_16_bit_values, assert_same_bytes
 from tests.reference import activation_oracle as oracle
 
 CLAMPED = Activation("clamped_swiglu", alpha=1.5, limit=2.0)
@@ -24,8 +24,8 @@ def random_bits(count):
 def numbers():
     """Every bf16 and fp16 number, random bits, and as many between -100 and 100."""
     parts = (
-        every_16_bits(torch.bfloat16).float(),
-        every_16_bits(torch.float16).float(),
+        all_16_bit_values(torch.bfloat16).float(),
+        all_16_bit_values(torch.float16).float(),
         random_bits(1 << 18),
         torch.empty(1 << 18).uniform_(-100, 100),
         torch.randn(1 << 18),

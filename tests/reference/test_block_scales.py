@@ -12,10 +12,10 @@ from tests.helpers import (
     DTYPES,
     F32,
     U8,
+    all_16_bit_values,
     assert_all_same,
     assert_same_bytes,
-    beside,
-    every_16_bits,
+    with_neighbors,
 )
 from tests.reference import block_oracle
 
@@ -23,7 +23,7 @@ FMAX = torch.finfo(F32).max
 
 
 def finite(dtype):
-    values = every_16_bits(dtype).float()
+    values = all_16_bit_values(dtype).float()
     return values[values.isfinite() & ~values.signbit()]
 
 
@@ -39,7 +39,9 @@ def test_every_code_of_e8m0():
 
 def test_e8m0_rounds_up_at_and_beside_every_power():
     powers = torch.from_numpy(block_oracle.POWERS).float()
-    values = beside(torch.cat([powers, powers * 1.5, torch.tensor([0.0, FMAX])])).clamp_min(0)
+    values = with_neighbors(torch.cat([powers, powers * 1.5, torch.tensor([0.0, FMAX])])).clamp_min(
+        0
+    )
     codes = conversions.encode_e8m0(values)
     assert_same_bytes(codes, torch.from_numpy(block_oracle.round_e8m0(values.numpy())))
     largest = values.double().clamp_max(2.0**127)

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from cute_kernels.formats import E2M1, E4M3, E5M2
 from cute_kernels.reference import conversions
-from tests.helpers import BF16, F16, U8, assert_same_bytes, beside, ends, every_16_bits, ops
+from tests.helpers import (
+    BF16,
+    F16,
+    U8,
+    all_16_bit_values,
+    assert_same_bytes,
+    offs_tensor,
+    ops,
+    with_neighbors,
+)
 from tests.reference import block_oracle, oracle
 
 
@@ -31,8 +40,10 @@ ELEMENTS = {
 def test_every_16_bit_number_and_beside_every_boundary(element):
     convert, table = ELEMENTS[element]
     table = [*table, 2 * table[-1] - table[-2]]  # and what would be next
-    near = beside([*table, *((a + b) / 2 for a, b in itertools.pairwise(table)), 1e-45, 1e38])
-    for values in (*(every_16_bits(dtype).float() for dtype in (BF16, F16)), near, -near):
+    near = with_neighbors(
+        [*table, *((a + b) / 2 for a, b in itertools.pairwise(table)), 1e-45, 1e38]
+    )
+    for values in (*(all_16_bit_values(dtype).float() for dtype in (BF16, F16)), near, -near):
         assert_same_bytes(
             conversions.encode(element, values),
             torch.from_numpy(convert(values.numpy(), element.name)),
@@ -64,10 +75,12 @@ def test_codes_pack_low_nibble_first_and_unpack_to_their_values():
 @pytest.mark.parametrize("amax", [2688.0, 6.0, 1.7, 1e-36, 3e38, math.inf])
 def test_every_bf16_number_as_the_amax_of_a_block(amax):
     """One number a block: its scale is the rounding of the number itself."""
-    values = every_16_bits(BF16).float()
+    values = all_16_bit_values(BF16).float()
     x = torch.zeros(64, 1024, 16, dtype=BF16)
     x[..., 5] = values.view(64, 1024).bfloat16()
-    codes, scales, _ = ops.grouped_quantize(x.flatten(1), "nvfp4", ends(64), torch.tensor([amax]))
+    codes, scales, _ = ops.grouped_quantize(
+        x.flatten(1), "nvfp4", offs_tensor(64), torch.tensor([amax])
+    )
     want_scales, want_codes = [], []
     for v in values.numpy():
         byte, enc = oracle.block_scale(oracle.absmax(v), np.float32(amax))
@@ -99,11 +112,11 @@ def test_order_of_the_roundings():
     # fl(1365.3..) and fl(S_enc * fl(1/6)) round up, so this order ends just above the tie, while
     # fl(fl(a * S_enc) / 6), fl(a / 6) * S_enc and a * fl(S_enc / 6) end on it.
     x[0, 0] = 0.87890625
-    _, scales, _ = ops.grouped_quantize(x, "nvfp4", ends(1), torch.tensor([1.96875]))
+    _, scales, _ = ops.grouped_quantize(x, "nvfp4", offs_tensor(1), torch.tensor([1.96875]))
     assert scales[0, 0, 0].item() == 0x75
     # With enc = fl(1 / fl(208 * S_dec)), x * enc rounds to the tie 0.75, whose even code is 2; with
     # fl(S_enc / 208), or x divided by fl(208 * S_dec), it stays below.
     x[0, 0], x[0, 1] = 0.7421875, float.fromhex("0x1.7e9246p-4")
-    codes, scales, _ = ops.grouped_quantize(x, "nvfp4", ends(1), torch.tensor([1.609375]))
+    codes, scales, _ = ops.grouped_quantize(x, "nvfp4", offs_tensor(1), torch.tensor([1.609375]))
     assert scales[0, 0, 0].item() == 0x75
     assert codes[0, 0].item() == 0x27

@@ -4,15 +4,15 @@ import torch
 from tests.helpers import (
     F32,
     dequantize_arguments,
-    ends,
     k_grouped_arguments,
     m_grouped_arguments,
+    offs_tensor,
     ops,
 )
 
 from .test_quantize import every_format
 
-NO_ROWS = ends(0, 0, 0)
+NO_ROWS = offs_tensor(0, 0, 0)
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
@@ -28,7 +28,7 @@ def test_dequantize_no_rows(text, columnwise, uniform):
 
 @pytest.mark.parametrize("shape", [(0, 16), (5, 0), (2, 5, 0), (2, 0, 16)])
 def test_amax_of_nothing_is_zero(shape):
-    offs = None if len(shape) == 3 else ends(0, 0)
+    offs = None if len(shape) == 3 else offs_tensor(0, 0)
     assert ops.grouped_amax(torch.ones(shape), offs).tolist() == [0.0, 0.0]
 
 
@@ -39,7 +39,7 @@ def test_dbias_of_nothing_is_zero():
 
 
 def test_gemm_of_no_columns():
-    offs = ends(3, 5)
+    offs = offs_tensor(3, 5)
     assert ops.m_grouped_gemm(torch.ones(5, 16), torch.ones(2, 0, 16), offs).shape == (5, 0)
     assert ops.k_grouped_gemm(torch.ones(5, 0), torch.ones(5, 4), offs).shape == (2, 0, 4)
     a = ops.grouped_quantize(torch.ones(5, 32), "nvfp4", offs, columnwise=True)
@@ -51,7 +51,7 @@ def test_gemm_of_no_columns():
 
 def test_gemm_over_no_depth_gives_the_bias():
     bias = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    out = ops.m_grouped_gemm(torch.ones(5, 0), torch.ones(2, 2, 0), ends(3, 5), bias)
+    out = ops.m_grouped_gemm(torch.ones(5, 0), torch.ones(2, 2, 0), offs_tensor(3, 5), bias)
     assert out.equal(bias[[0, 0, 0, 1, 1]])
 
 

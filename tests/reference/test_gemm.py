@@ -9,12 +9,12 @@ from tests.helpers import (
     assert_all_same,
     assert_same_bytes,
     dequantize_arguments,
-    ends,
-    offsets,
+    offs_from_splits,
+    offs_tensor,
     ops,
     poisoned,
+    row_ranges,
     sample,
-    spans,
 )
 
 
@@ -31,7 +31,7 @@ def check_empty_wgrad(*arguments):
 
 def test_wgrad_of_an_empty_group_is_zero_or_unchanged():
     x = sample(32, 16)
-    check_empty_wgrad(x, x, offsets((20, 0, 12)))
+    check_empty_wgrad(x, x, offs_from_splits((20, 0, 12)))
 
 
 GARBAGE = [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1], [0, 0]]
@@ -41,7 +41,7 @@ GARBAGE = [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1], [0, 0
 @unchecked_end_rows()
 def test_garbage_offsets_act_as_their_clamped_values(rows):
     x, w = sample(40, 32), sample(2, 24, 32)
-    given = ends(*rows)
+    given = offs_tensor(*rows)
     legal = given.clamp(0, 40).cummax(0).values.int()
     a = ops.grouped_quantize(x, "nvfp4", legal, columnwise=True)
 
@@ -64,14 +64,14 @@ def test_garbage_offsets_act_as_their_clamped_values(rows):
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_plain_fprop_is_the_fp64_product_rounded(dtype, out_dtype, transpose_b):
     splits = (20, 0, 33, 1)
-    x, offs = torch.randn(58).repeat(70, 1).T.to(dtype), offsets(splits)
+    x, offs = torch.randn(58).repeat(70, 1).T.to(dtype), offs_from_splits(splits)
     x = x * torch.randn(58, 70).to(dtype)
     w = torch.randn(4, 24, 70).to(dtype)
     b = w.mT if transpose_b else w
     bias, alpha = torch.randn(4, 24), torch.tensor([1.5, 2.0, -0.7, 0.1])
     got = ops.m_grouped_gemm(x, b, offs, bias, alpha, transpose_b, out_dtype)
     want = torch.zeros(58, 24)
-    for g, (start, end) in enumerate(spans(splits)):
+    for g, (start, end) in enumerate(row_ranges(splits)):
         acc = (x[start:end].double() @ w[g].double().T).float()
         want[start:end] = acc * alpha[g] + bias[g]
     assert_same_bytes(got, want.to(out_dtype))
@@ -89,8 +89,8 @@ def test_plain_wgrad_is_the_fp64_product_rounded(dtype, out_dtype):
     splits = (20, 0, 33)
     a, b = torch.randn(55, 8).to(dtype), torch.randn(55, 12).to(dtype)
     alpha = torch.tensor([1.5, 2.0, -0.7])
-    got = ops.k_grouped_gemm(a, b, offsets(splits), alpha, out_dtype)
-    for g, (start, end) in enumerate(spans(splits)):
+    got = ops.k_grouped_gemm(a, b, offs_from_splits(splits), alpha, out_dtype)
+    for g, (start, end) in enumerate(row_ranges(splits)):
         want = (a[start:end].double().T @ b[start:end].double()).float() * alpha[g]
         assert_same_bytes(got[g], want.to(out_dtype))
 
@@ -98,6 +98,6 @@ def test_plain_wgrad_is_the_fp64_product_rounded(dtype, out_dtype):
 def test_nan_and_inf_of_plain_operands_stay_in_their_group():
     x = torch.ones(6, 4)
     x[1, 2], x[4, 0] = torch.nan, torch.inf
-    out = ops.m_grouped_gemm(x, torch.ones(2, 3, 4), offsets((2, 4)))
+    out = ops.m_grouped_gemm(x, torch.ones(2, 3, 4), offs_from_splits((2, 4)))
     assert out[:, 0].isnan().tolist() == [False, True, False, False, False, False]
     assert out[:, 0].isinf().tolist() == [False, False, False, False, True, False]

@@ -13,13 +13,13 @@ from tests.helpers import (
     assert_same_bytes,
     k_grouped_arguments,
     m_grouped_arguments,
-    many_groups,
-    offsets,
+    offs_from_splits,
+    offs_of_many_groups,
     ops,
     poisoned,
-    quantized,
+    quantize_operand,
+    row_ranges,
     sample,
-    spans,
 )
 from tests.reference import fp8_oracle
 
@@ -74,7 +74,9 @@ def wgrad_of(pair, copies, offs):
 
 
 def columnwise(pair, tensors, offs):
-    return [quantized(x, f, offs, columnwise=True) for x, f in zip(tensors, pair, strict=True)]
+    return [
+        quantize_operand(x, f, offs, columnwise=True) for x, f in zip(tensors, pair, strict=True)
+    ]
 
 
 def columns_of(pair, copies, group, start, end):
@@ -87,11 +89,11 @@ def columns_of(pair, copies, group, start, end):
 class Product:
     def __init__(self, pair, splits, cols=32, depth=160, *, transpose_b=False, tail=3):
         self.pair, self.splits, self.transpose_b = pair, splits, transpose_b
-        self.offs, self.depth, self.cols = offsets(splits), depth, cols
+        self.offs, self.depth, self.cols = offs_from_splits(splits), depth, cols
         self.x = sample(sum(splits) + tail, depth)
         self.w = sample(len(splits), *((depth, cols) if transpose_b else (cols, depth)))
-        self.a = quantized(self.x, pair[0], self.offs)
-        self.b = quantized(self.w, pair[1], columnwise=transpose_b)
+        self.a = quantize_operand(self.x, pair[0], self.offs)
+        self.b = quantize_operand(self.w, pair[1], columnwise=transpose_b)
 
     def arguments(self, *options):
         bias, alpha, dtype = options or (None, None, F32)
@@ -109,7 +111,7 @@ class Product:
         return out
 
     def members(self):
-        for g, (start, end) in enumerate(spans(self.splits)):
+        for g, (start, end) in enumerate(row_ranges(self.splits)):
             if start < end:
                 a = fp8_oracle.member(self.pair[0], self.a, g, end - start, start)
                 rows = self.w.shape[1]
@@ -119,7 +121,7 @@ class Product:
 
 class Wgrad:
     def __init__(self, pair, splits, n=32, k=64):
-        self.pair, self.splits, self.offs = pair, splits, offsets(splits)
+        self.pair, self.splits, self.offs = pair, splits, offs_from_splits(splits)
         self.tensors = [sample(sum(splits) + 2, cols) / 8 for cols in (n, k)]
         self.copies = columnwise(pair, self.tensors, self.offs)
 
@@ -130,7 +132,7 @@ class Wgrad:
         return ops.k_grouped_gemm(*self.arguments(alpha, dtype))
 
     def members(self):
-        for g, (start, end) in enumerate(spans(self.splits)):
+        for g, (start, end) in enumerate(row_ranges(self.splits)):
             if start < end:
                 yield g, *columns_of(self.pair, self.copies, g, start, end)
 
@@ -197,10 +199,10 @@ def test_k_need_not_fill_a_block(pair, transpose_b, depth):
 
 @each_kind
 def test_1500_groups(pair):
-    offs = many_groups()
+    offs = offs_of_many_groups()
     rows = int(offs[-1])
     x, w = sample(rows, 32), sample(len(offs), 16, 32)
-    a, b = quantized(x, pair[0], offs), quantized(w, pair[1])
+    a, b = quantize_operand(x, pair[0], offs), quantize_operand(w, pair[1])
     got = ops.m_grouped_gemm(*m_grouped_arguments(a, b, offs, out_dtype=F32, **texts(pair)))
     copies = columnwise(pair, (x, x), offs)
     wgrad = wgrad_of(pair, copies, offs)
@@ -237,10 +239,10 @@ def test_nan_stays_in_its_row_and_group(pair):
     case = Product(pair, (3, 4), tail=0)
     x = case.x.clone()
     x[1, 5] = torch.nan
-    case.a = quantized(x, pair[0], case.offs)
+    case.a = quantize_operand(x, pair[0], case.offs)
     rows = case.run().isnan()
     assert rows[1].all() and not rows[0].any() and not rows[2:].any()
-    copy = quantized(x, pair[0], case.offs, columnwise=True)
+    copy = quantize_operand(x, pair[0], case.offs, columnwise=True)
     got = wgrad_of([pair[0]] * 2, [copy, copy], case.offs)
     assert got[0, 5].isnan().all() and got[0, :, 5].isnan().all()
     assert got.isnan().sum() == 2 * case.depth - 1

@@ -11,17 +11,17 @@ from tests.helpers import (
     assert_same_bytes,
     k_grouped_arguments,
     m_grouped_arguments,
-    offsets,
+    offs_from_splits,
     ops,
+    row_ranges,
     sample,
-    spans,
 )
 from tests.reference import fp8_oracle
 
 from .test_gemm_fp8 import Product, Wgrad, acc_and_factor, scaled
 
 SPLITS = (5, 0, 18)
-OFFS = offsets(SPLITS)
+OFFS = offs_from_splits(SPLITS)
 N, K = 16, 48
 BOUNDS = {256: "nvfp4:four_over_six", 448: "nvfp4:four_over_six,e4m3_max=448"}
 SQUARES = "nvfp4:block=16x16,four_over_six"
@@ -54,7 +54,7 @@ def test_wgrad_reads_whole_blocks_of_a_transformed_copy():
     """Also the slots behind a group's last row, over which its rows are spread."""
     case = Wgrad((TRANSFORMED, TRANSFORMED), SPLITS, N, K)
     got, (dy, x) = case.run(), case.tensors
-    for g, (start, end) in enumerate(spans(SPLITS)):
+    for g, (start, end) in enumerate(row_ranges(SPLITS)):
         whole = 16 * -(-(end - start) // 16)
         a, b = (fp8_oracle.member(TRANSFORMED, copy, g, whole, start, True) for copy in case.copies)
         assert_same_bytes(got[g], scaled(*acc_and_factor(a, b)))
@@ -88,7 +88,7 @@ def test_w4a16_reads_variants():
         want = torch.cat(
             [
                 x[s:e].double() @ v.double().T
-                for v, (s, e) in zip(values, spans(SPLITS), strict=True)
+                for v, (s, e) in zip(values, row_ranges(SPLITS), strict=True)
             ]
         )
         assert (got - want).abs().max() <= 1e-5 * want.abs().max(), text

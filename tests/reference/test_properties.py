@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from cute_kernels.formats import NVFP4
-from tests.helpers import assert_all_same, offsets, ops, run_python, sample
+from tests.helpers import assert_all_same, offs_from_splits, ops, run_python, sample
 from tests.ops.test_defaults import results
 
 
 def test_results_depend_on_neither_threads_nor_matmul_precision():
-    x, w, offs = sample(300, 128), sample(3, 96, 128), offsets((100, 0, 190))
+    x, w, offs = sample(300, 128), sample(3, 96, 128), offs_from_splits((100, 0, 190))
 
     def every_result():
         yield ops.m_grouped_gemm(x.float(), w.float(), offs)

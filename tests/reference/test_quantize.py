@@ -12,14 +12,14 @@ from tests.helpers import (
     assert_same_buffers,
     assert_same_bytes,
     dequantize_arguments,
-    ends,
-    many_groups,
-    offsets,
+    offs_from_splits,
+    offs_of_many_groups,
+    offs_tensor,
     ops,
     poisoned,
-    quantized,
+    quantize_operand,
     sample,
-    weird_values,
+    special_values,
 )
 from tests.reference import fp8_oracle, oracle
 
@@ -154,20 +154,20 @@ def check_out_form(x, text, offs, like, amax=None):
 @every_text
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_ragged_splits(splits, text):
-    check(sample(sum(splits), 96 if text in RULES else 48), text, offsets(splits))
+    check(sample(sum(splits), 96 if text in RULES else 48), text, offs_from_splits(splits))
 
 
 @every_text
 @pytest.mark.parametrize("cols", [1, 2, 3, 4, 5, 9, 17])
 def test_widths(cols, text):
-    check(sample(47, cols * parse(text).k_multiple), text, offsets((17, 0, 30)))
+    check(sample(47, cols * parse(text).k_multiple), text, offs_from_splits((17, 0, 30)))
 
 
 @every_format
 @every_dtype
 def test_extreme_values(dtype, text):
     # Groups with and without Inf, NaN and maxima, and a tail.
-    check(weird_values(190, 160, dtype), text, offsets((22, 3, 140, 10)))
+    check(special_values(190, 160, dtype), text, offs_from_splits((22, 3, 140, 10)))
 
 
 @every_format
@@ -177,14 +177,14 @@ def test_amaxes_from_denormal_to_the_largest(dtype, text):
     sizes = [info.tiny * info.eps, info.tiny, 1e-37, 3e-36, 1e-4, 1.0, info.max / 8]
     x = torch.randn(7, 6, 64).clamp(-7, 7).double() * torch.tensor(sizes)[:, None, None].double()
     x = x.to(dtype)
-    check(x.flatten(0, 1), text, offsets((6,) * 7))
-    check(x.flatten(0, 1), text, offsets((42,)))
+    check(x.flatten(0, 1), text, offs_from_splits((6,) * 7))
+    check(x.flatten(0, 1), text, offs_from_splits((42,)))
 
 
 @every_format
 @pytest.mark.parametrize("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3.4e38])
 def test_constant_input(value, text):
-    check(torch.full((18, 64), value), text, offsets((1, 17)))
+    check(torch.full((18, 64), value), text, offs_from_splits((1, 17)))
 
 
 @every_text
@@ -197,13 +197,13 @@ def test_uniform_groups(shape, text):
 
 @pytest.mark.parametrize("text", ["nvfp4", *RULES])
 def test_more_than_a_thousand_groups(text):
-    offs = many_groups()
+    offs = offs_of_many_groups()
     check(sample(int(offs[-1]) + 3, parse(text).k_multiple), text, offs)
 
 
 @every_text
 def test_the_tail_is_neither_read_nor_written(text):
-    x, offs = sample(160, 64), offsets((20, 0, 115))
+    x, offs = sample(160, 64), offs_from_splits((20, 0, 115))
     x[135:] = torch.nan
     got = quantize(x, text, offs)
     check_out_form(x, text, offs, got)
@@ -216,15 +216,15 @@ def test_the_tail_is_neither_read_nor_written(text):
 @unchecked_end_rows()
 def test_garbage_offsets_act_as_their_clamped_values(rows, text):
     x = sample(40, 32)
-    check_out_form(x, text, ends(*rows), quantize(x, text, ends(*rows)))
+    check_out_form(x, text, offs_tensor(*rows), quantize(x, text, offs_tensor(*rows)))
 
 
 @every_dtype
 @every_format
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_dequantize(text, columnwise, dtype):
-    x, offs = weird_values(205, 160, F32), offsets((19, 0, 41, 130, 0))
-    copy = quantized(x, text, offs, columnwise=columnwise)
+    x, offs = special_values(205, 160, F32), offs_from_splits((19, 0, 41, 130, 0))
+    copy = quantize_operand(x, text, offs, columnwise=columnwise)
     want = fp8_oracle.dequantized(text, copy, 205, offs, columnwise).to(dtype)
     arguments = dequantize_arguments(copy, text, 205, dtype, offs, columnwise)
     assert_same_bytes(ops.grouped_dequantize(*arguments), want, any_nan=True)
@@ -238,7 +238,7 @@ def test_dequantize(text, columnwise, dtype):
 @pytest.mark.parametrize("rows", [1, 128, 140])
 def test_dequantize_uniform(rows, text):
     for columnwise in (False, True):
-        copy = quantized(sample(3, rows, 160), text, columnwise=columnwise)
+        copy = quantize_operand(sample(3, rows, 160), text, columnwise=columnwise)
         arguments = dequantize_arguments(copy, text, rows, F32, None, columnwise)
         assert_same_bytes(
             ops.grouped_dequantize(*arguments),
@@ -251,13 +251,16 @@ def test_dequantize_uniform(rows, text):
 def test_given_amax(uniform, text):
     amax = torch.tensor([0.3, 1e4, 0.0])  # smaller than the values, larger, and none
     x = sample(3, 20, 32)
-    check(*((x, text) if uniform else (x.flatten(0, 1), text, offsets((20, 20, 20)))), amax=amax)
+    check(
+        *((x, text) if uniform else (x.flatten(0, 1), text, offs_from_splits((20, 20, 20)))),
+        amax=amax,
+    )
 
 
 @pytest.mark.parametrize("amax", [torch.nan, torch.inf, 1e-45, 1e-36, 3.4e38])
 def test_given_amax_at_the_extremes(amax):
-    x = weird_values(20, 32, F32)
-    check(x, "nvfp4", ends(20), amax=torch.tensor([amax]))
+    x = special_values(20, 32, F32)
+    check(x, "nvfp4", offs_tensor(20), amax=torch.tensor([amax]))
 
 
 @every_nvfp4
@@ -267,4 +270,4 @@ def test_ties_of_codes_and_of_scales(text):
     quarter[:, 16] = 6.0  # codes tie wherever the value ends in .25 or .75
     quarter[:, 32:] *= torch.randint(1, 120, (32, 1))  # scales between E4M3 numbers
     quarter[:, 0] = 2688.0
-    check(quarter, text, ends(32))
+    check(quarter, text, offs_tensor(32))

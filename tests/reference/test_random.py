@@ -9,7 +9,15 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, round_e2m1
 from cute_kernels.reference.philox import philox4x32
 from tests.emulator.ptx import elementwise
-from tests.helpers import U8, assert_same_bytes, needs_compiler, offsets, ops, sample, seeded
+from tests.helpers import (
+    U8,
+    assert_same_bytes,
+    needs_compiler,
+    offs_from_splits,
+    ops,
+    sample,
+    seeded_generator,
+)
 from tests.reference import oracle
 
 from .oracle_variants import block_bytes
@@ -118,16 +126,16 @@ def test_bytes_that_are_missing(missing):
 )
 def test_wrong_seeds(text, seed, error, words):
     with pytest.raises(error, match=words):
-        ops.grouped_quantize(sample(4, 32), text, offsets((4,)), seed=seed)
+        ops.grouped_quantize(sample(4, 32), text, offs_from_splits((4,)), seed=seed)
     weight = ops.grouped_quantize(sample(1, 16, 32), NVFP4().text)
     with pytest.raises(error, match=words.replace("device of x", "device of a")):
         ops.m_grouped_quantize_gemm(
-            sample(4, 32), weight[0], offsets((4,)), weight[1:], text, "nvfp4", seed=seed
+            sample(4, 32), weight[0], offs_from_splits((4,)), weight[1:], text, "nvfp4", seed=seed
         )
 
 
 def test_one_op_draws_as_two():
-    x, offs, seed = sample(40, 32), offsets((25, 15)), torch.tensor([8, 9])
+    x, offs, seed = sample(40, 32), offs_from_splits((25, 15)), torch.tensor([8, 9])
     weight = ops.grouped_quantize(sample(2, 16, 32), "nvfp4")
     copy = ops.grouped_quantize(x, SR, offs, seed=seed)
     want = ops.m_grouped_gemm(
@@ -149,7 +157,7 @@ def test_the_instruction_rounds_by_the_same_bytes():
     """In the emulator's model, with a byte on top of each half of the random bits."""
     y = torch.cat([representative()[::5], torch.tensor([torch.nan, -0.3, -6.5])])
     y = torch.nn.functional.pad(torch.cat([y, -y]), (0, -2 * len(y) % 32))
-    r = torch.randint(0, 256, y.shape, generator=seeded(1))
+    r = torch.randint(0, 256, y.shape, generator=seeded_generator(1))
     bits = (r << 8 | r << 24).numpy().astype(np.uint32)
     ptx = "cvt.rs.satfinite.e2m1x4.f32 %v, {%a0, %a0, %a0, %a0}, %a1; cvt.u32.u16 %out, %v;"
     got = elementwise(f".reg .b16 %v; {ptx}", y.numpy(), bits)

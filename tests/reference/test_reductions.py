@@ -10,12 +10,12 @@ from tests.helpers import (
     SPLITS,
     assert_same_bytes,
     end_rows,
-    offsets,
+    offs_from_splits,
     ops,
     poisoned,
+    row_ranges,
     sample,
-    spans,
-    weird_values,
+    special_values,
 )
 from tests.reference import oracle
 
@@ -55,11 +55,11 @@ def test_offsets_saturate(dtype):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_amax(splits, dtype):
-    x = weird_values(sum(splits) + 2, 20, dtype)
+    x = special_values(sum(splits) + 2, 20, dtype)
     x[sum(splits) :] = torch.inf  # the tail
     groups, _ = oracle.ragged_groups(end_rows(splits), len(x))
     want = torch.tensor(np.array(oracle.group_amaxes(x.float().numpy(), groups)))
-    assert_same_bytes(ops.grouped_amax(x, offsets(splits)), want)
+    assert_same_bytes(ops.grouped_amax(x, offs_from_splits(splits)), want)
 
 
 def test_amax_of_uniform_groups():
@@ -83,21 +83,21 @@ def test_dbias_order(splits, dtype):
     dy[sum(splits) :] = torch.nan  # the tail
     want = np.zeros((len(splits), 7), np.float32)
     values = dy.float().numpy()
-    for g, (start, end) in enumerate(spans(splits)):
+    for g, (start, end) in enumerate(row_ranges(splits)):
         for first in range(start, end, 128):
             tile = np.zeros((128, 7), np.float32)
             tile[: min(128, end - first)] = values[first : min(end, first + 128)]
             want[g] = want[g] + tree_sum(tile)
-    got = ops.grouped_dbias(dy, offsets(splits))
+    got = ops.grouped_dbias(dy, offs_from_splits(splits))
     assert_same_bytes(got, torch.from_numpy(want))
     out = poisoned(got)
-    ops.grouped_dbias_out(dy, offsets(splits), dbias=out)
+    ops.grouped_dbias_out(dy, offs_from_splits(splits), dbias=out)
     assert_same_bytes(out, got)
 
 
 def test_dbias_of_uniform_groups():
     dy = sample(3, 130, 7)
     assert_same_bytes(
-        ops.grouped_dbias(dy), ops.grouped_dbias(dy.flatten(0, 1), offsets((130,) * 3))
+        ops.grouped_dbias(dy), ops.grouped_dbias(dy.flatten(0, 1), offs_from_splits((130,) * 3))
     )
     assert_same_bytes(ops.grouped_dbias(dy[:, :0]), torch.zeros(3, 7))

@@ -17,10 +17,10 @@ from tests.helpers import (
     U8,
     assert_same_bytes,
     dequantize_arguments,
-    offsets,
+    offs_from_splits,
     ops,
     sample,
-    weird_values,
+    special_values,
 )
 from tests.reference import fp8_oracle
 
@@ -36,16 +36,16 @@ def is_transformed(text):
 
 @every_variant
 def test_extreme_values(text):
-    check(weird_values(45, 48, BF16), text, offsets((22, 3, 20)))
+    check(special_values(45, 48, BF16), text, offs_from_splits((22, 3, 20)))
 
 
 @every_variant
 @pytest.mark.parametrize("dtype", [F16, F32])
 def test_other_dtypes(dtype, text):
     if not is_transformed(text):
-        check(weird_values(40, 32, dtype), text, offsets((17, 3, 20)))
+        check(special_values(40, 32, dtype), text, offs_from_splits((17, 3, 20)))
         return
-    x, offs = sample(40, 32, dtype=dtype), offsets((17, 3, 20))
+    x, offs = sample(40, 32, dtype=dtype), offs_from_splits((17, 3, 20))
     for rowwise in (True, False):
         with pytest.raises(TypeError, match=f"x must be bfloat16.*hadamard.*{str(dtype)[6:]}"):
             ops.grouped_quantize(x, text, offs, None, rowwise, True, None, seed_of(text))
@@ -58,13 +58,13 @@ def test_other_dtypes(dtype, text):
 
 @every_variant
 def test_given_amaxes(text):
-    x, offs = sample(40, 32), offsets((17, 0, 3, 20))
+    x, offs = sample(40, 32), offs_from_splits((17, 0, 3, 20))
     amax = torch.tensor([[3.0, 1.0, 1e-3, torch.inf], [0.0, 2.0, 1e30, 17.0]])
     check(x, text, offs, amax if is_transformed(text) else amax[0])
 
 
 def test_amaxes_of_a_transformed_copy_have_one_row_for_each_direction():
-    x, offs, text = sample(8, 32), offsets((3, 5)), "nvfp4:hadamard"
+    x, offs, text = sample(8, 32), offs_from_splits((3, 5)), "nvfp4:hadamard"
     ones, twos = torch.ones(2), torch.ones(2, 2)
     for wrong, rowwise, columnwise in ((ones, 1, 1), (twos, 1, 0), (twos, 0, 1)):
         with pytest.raises(ValueError, match="amax must have"):
@@ -79,7 +79,7 @@ def test_the_order_of_a_transform_is_the_stated_one():
         x = torch.zeros(16, 16)
         x[0], x[cancelling], x[small] = 2.0**30, -SIGNS[cancelling] * 2.0**30, SIGNS[small]
         assert (transform(x)[0] == 0.25).all()
-        check(x.bfloat16(), "nvfp4:hadamard", offsets((16,)))
+        check(x.bfloat16(), "nvfp4:hadamard", offs_from_splits((16,)))
 
 
 @every_variant
@@ -88,7 +88,7 @@ def test_the_order_of_a_transform_is_the_stated_one():
 def test_dequantize(text, columnwise, uniform):
     """Codes, scales and amax decoded by hand, and the transform undone."""
     x = sample(2, 35, 32) if uniform else sample(75, 32)
-    offs = None if uniform else offsets((35, 0, 40))
+    offs = None if uniform else offs_from_splits((35, 0, 40))
     copy = ops.grouped_quantize(
         x, text, offs, None, not columnwise, columnwise, None, seed_of(text)
     )
@@ -141,12 +141,12 @@ def test_draws_of_groups_with_shapes_of_their_own(text):
 def test_of_equal_errors_the_scale_that_maps_to_six_is_kept(text):
     """6 is 6 * 1 and 4 * 1.5, both exactly."""
     x, amax = torch.full((16, 16), 6.0), torch.tensor([1536.0])
-    codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
+    codes, scales, _ = ops.grouped_quantize(x, text, offs_from_splits((16,)), amax)
     assert (codes == 0x77).all()
     assert scales.view(E4M3).float().max() == 1.0
     # 5 is 4 * 1.25, but 6 * 0.8125 is not.
     x.fill_(5.0)
-    codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
+    codes, scales, _ = ops.grouped_quantize(x, text, offs_from_splits((16,)), amax)
     assert (codes == 0x66).all()
     assert scales.view(E4M3).float().max() == 1.25
 

@@ -38,6 +38,7 @@ def results():
     return outcome
 
 
+@pytest.mark.emulated
 def test_kernels_run_when_compiled_and_when_loaded_by_another_process():
     for arch in EMULATED:
         aot.precompile(SPECS, arch=arch, jobs=1, load=False, progress=False)
@@ -52,6 +53,7 @@ def test_kernels_run_when_compiled_and_when_loaded_by_another_process():
     assert len(compiled) == 4 and all(compiled.values()), compiled
 
 
+@pytest.mark.emulated
 def test_faults_and_wrong_arguments_raise():
     kernel = compile_kernel(Scale(2.0), EMULATED[1])
     x, y = torch.zeros(64), torch.zeros(64)
@@ -70,6 +72,7 @@ def other_ptx():
     return compile_kernel(Scale(3.0), EMULATED[1]).ptx.encode()
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("suffix", "rubbish"),
     [
@@ -103,6 +106,7 @@ def test_an_entry_of_rubbish_is_compiled_again(suffix, rubbish, monkeypatch):
         assert Scale.traced == 1
 
 
+@pytest.mark.emulated
 def test_ptx_that_was_just_compiled_is_not_compiled_again(monkeypatch):
     kernel = compile_kernel(Scale(2.0), EMULATED[1])
     monkeypatch.setattr(kernel, "ptx", "rubbish")
@@ -133,6 +137,7 @@ print(wrong)
 """
 
 
+@pytest.mark.emulated
 def test_threads_share_an_emulated_backend():
     assert run_python(THREADS).splitlines()[-1] == "[]"
 
@@ -154,6 +159,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.emulated
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gives host memory to a kernel for a GPU")
 @pytest.mark.parametrize("order", [["sm_90a", "emulated:sm_90a"], ["emulated:sm_90a", "sm_90a"]])
 def test_one_process_has_kernels_for_both_devices(order):
@@ -161,6 +167,7 @@ def test_one_process_has_kernels_for_both_devices(order):
     assert "CUDA driver version is insufficient" in process, process
 
 
+@pytest.mark.emulated
 def test_an_installed_emulator_does_not_catch_kernels_for_a_gpu():
     before = emulator.installed()
     emulator.install("sm_100a", num_sms=3)
@@ -173,6 +180,7 @@ def test_an_installed_emulator_does_not_catch_kernels_for_a_gpu():
             emulator.install(before)
 
 
+@pytest.mark.emulated
 def test_tensors_of_another_device_are_refused():
     kernel = compile_kernel(Scale(2.0), EMULATED[0])
     with pytest.raises(ValueError, match="got one on meta"):

@@ -4,7 +4,7 @@ import torch
 import cute_kernels
 from cute_kernels.ops.reductions.op import GroupedAmax
 from cute_kernels.runtime.plan_cache import PLANS, PlanCache, plan_key
-from tests.helpers import F16, ends, m_grouped_arguments
+from tests.helpers import F16, m_grouped_arguments, offs_tensor
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def checks(monkeypatch):
 
 
 def test_a_hit_runs_no_check_again(plans, checks):
-    offs = ends(2, 3)
+    offs = offs_tensor(2, 3)
     first = GroupedAmax.fast_call(torch.ones(3, 8), offs)
     again = GroupedAmax.fast_call(torch.full((3, 8), 2.0), offs - 1)
     assert len(checks) == len(plans) == 1
@@ -31,7 +31,7 @@ def test_a_hit_runs_no_check_again(plans, checks):
 
 
 def test_backends_and_flags_have_plans_of_their_own(plans):
-    x, offs = torch.ones(3, 16), ends(2, 3)
+    x, offs = torch.ones(3, 16), offs_tensor(2, 3)
     quantize = cute_kernels.ops.grouped_quantize
     quantize(x, "nvfp4", offs)
     quantize(x, "nvfp4:row_scaled", offs)
@@ -74,7 +74,7 @@ def test_lists_are_told_from_their_tensors():
 
 
 def test_scales_have_a_part_in_the_plan(plans):
-    x, offs = torch.randn(40, 32), ends(10, 40)
+    x, offs = torch.randn(40, 32), offs_tensor(10, 40)
     a = cute_kernels.ops.grouped_quantize(x, "nvfp4", offs)
     b = cute_kernels.ops.grouped_quantize(torch.randn(2, 16, 32), "nvfp4")
     apart = a[1].repeat_interleave(2, dim=0)[::2]

@@ -6,7 +6,7 @@ import torch
 import cute_kernels
 import grouped
 from cute_kernels.formats import parse
-from cute_kernels.kernels.gemm.common.problem import GemmConfig
+from cute_kernels.kernels.gemm.common.config import GemmConfig
 from cute_kernels.ops import op as op_module
 from cute_kernels.ops.delayed_scaling.op import ALGORITHMS, DelayedScalingUpdate
 from cute_kernels.ops.dequantize.op import GroupedDequantize
@@ -21,7 +21,7 @@ from cute_kernels.runtime.plan_cache import PLANS
 from cute_kernels.runtime.spec import resolve
 from grouped.nn import GroupedLinear
 from grouped.recipes import NVFP4, FP8Block, FP8Current, NVFP4RowScaled
-from tests.helpers import BF16, DTYPES, I32, NVFP4_TEXTS, ends
+from tests.helpers import BF16, DTYPES, I32, NVFP4_TEXTS, offs_tensor
 
 ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
 #: Of which SwiGLU is compiled ahead of time.
@@ -53,7 +53,7 @@ def inputs():
     for dtype, cols in itertools.product(
         DTYPES.values(), [16, *(1 << i for i in range(8, 16)), 1 << 20]
     ):
-        yield torch.empty(2, cols, dtype=dtype), ends(1, 2)
+        yield torch.empty(2, cols, dtype=dtype), offs_tensor(1, 2)
         yield torch.empty(1, 2, cols, dtype=dtype), None
 
 
@@ -70,7 +70,7 @@ def quantizations():
             for text in TRANSFORMED if columnwise and offs is not None else ():
                 for amax in (None, torch.ones(2, groups) if rowwise else torch.ones(groups)):
                     yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
-    both, offs = torch.empty(2, 64, dtype=BF16), ends(1, 2)
+    both, offs = torch.empty(2, 64, dtype=BF16), offs_tensor(1, 2)
     for text in ACTIVATED:
         yield GroupedQuantize(both, text, offs, columnwise=True, activation="swiglu")
     for cols in (2048, 4096, 8192):
@@ -85,7 +85,7 @@ def quantizations():
 
 def dequantizations():
     scales = [torch.empty(0), torch.empty(0)]
-    for offs, dtype, text in itertools.product((None, ends(1, 2)), DTYPES.values(), TEXTS):
+    for offs, dtype, text in itertools.product((None, offs_tensor(1, 2)), DTYPES.values(), TEXTS):
         codes = torch.empty(2, 16).to(parse(text).element.dtype)
         given = codes if offs is not None else codes[None]
         for columnwise in (False, True):
@@ -116,13 +116,13 @@ def used(arch):
     ops += dequantizations()
     ops += products()
     both, row = torch.empty(2, 256, dtype=BF16), torch.zeros(2, dtype=I32)
-    given = (both, both[:, :128]), ("swiglu", ends(1, 2), False, torch.empty(2, 1), row)
+    given = (both, both[:, :128]), ("swiglu", offs_tensor(1, 2), False, torch.empty(2, 1), row)
     delayed = ("fp8:dtype=e5m2,scaling=delayed", "fp8:scaling=delayed")
     pairs = [("fp8_block",) * 2, ("mxfp8",) * 2, delayed]
     for texts in (*pairs, *(tuple(marking(text)[1] for text in pair) for pair in pairs)):
         ops.append(MoeQuantizeGradient(*given[0], *texts, *given[1], *[torch.ones(2)] * 2))
     for dtype, cols in itertools.product(DTYPES.values(), (1, 8)):
-        ops.append(GroupedDbias(torch.empty(2, cols, dtype=dtype), ends(1, 2)))
+        ops.append(GroupedDbias(torch.empty(2, cols, dtype=dtype), offs_tensor(1, 2)))
     for splits, out in itertools.product((I32, torch.int64), (None, torch.int64)):
         ops.append(ComputeOffsets(torch.ones(3, dtype=splits), 1, out))
     state, text = (torch.ones(2, 3), torch.ones(3)), "fp8:scaling=delayed"
@@ -175,7 +175,7 @@ def test_training_and_inference_with_a_recipe_need_no_other_kernel(
     with cute_kernels.backend(f"emulated:{arch}"):
         for tokens in (3, 300, 4000):
             x = torch.randn(tokens, features, dtype=BF16, requires_grad=True)
-            offs = ends(1, 2, tokens)
+            offs = offs_tensor(1, 2, tokens)
             layer(x, offs).sum().backward()
             with torch.no_grad():
                 layer(x, offs)

@@ -2,7 +2,7 @@ import pytest
 
 import grouped
 from cute_kernels.formats.activations import ACTIVATIONS, Activation, is_gated, parse_activation
-from tests.helpers import assert_is_value, contains_all
+from tests.helpers import assert_value_semantics, contains_all
 
 GATED = {"geglu", "swiglu", "reglu", "qgeglu", "sreglu", "clamped_swiglu"}
 
@@ -10,7 +10,7 @@ GATED = {"geglu", "swiglu", "reglu", "qgeglu", "sreglu", "clamped_swiglu"}
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_records_are_values(name):
     act = Activation(name)
-    assert_is_value(act)
+    assert_value_semantics(act)
     assert act.text == name and parse_activation(name) == act
     assert act.is_gated == is_gated(act.text) == (name in GATED)
     assert act.width(64) == (32 if act.is_gated else 64)

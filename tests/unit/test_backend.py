@@ -13,7 +13,7 @@ from cute_kernels.runtime import architecture
 from cute_kernels.runtime import backend as backend_module
 from cute_kernels.runtime.backend import BACKENDS, Backend
 from cute_kernels.runtime.plan_cache import PLANS
-from tests.helpers import contains_all, ends, ops
+from tests.helpers import contains_all, offs_tensor, ops
 
 CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
 REFERENCE = Backend("reference", "reference")
@@ -258,7 +258,7 @@ def test_a_backend_without_a_kernel_is_an_error(monkeypatch):
         backend("emulated:sm_100a"),
         pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_dbias"),
     ):
-        cute_kernels.ops.grouped_dbias(torch.ones(4, 32), ends(4))
+        cute_kernels.ops.grouped_dbias(torch.ones(4, 32), offs_tensor(4))
 
 
 def test_reference_serves_any_device():

@@ -7,14 +7,14 @@ import torch
 
 from cute_kernels.capability import why_unsupported
 from cute_kernels.formats import E4M3, E5M2, FP8, MXFP8, NVFP4, FP8Block, parse
-from tests.helpers import F16, assert_is_value, contains_all
+from tests.helpers import F16, assert_value_semantics, contains_all
 
 EVERY = (NVFP4(), NVFP4(row_scaled=True), MXFP8(), FP8Block(), FP8())
 
 
 @pytest.mark.parametrize("fmt", EVERY, ids=str)
 def test_records_are_values(fmt):
-    assert_is_value(fmt)
+    assert_value_semantics(fmt)
 
 
 @pytest.mark.parametrize(("bound", "per"), [*itertools.product((None, 256, 448), ("group", "row"))])

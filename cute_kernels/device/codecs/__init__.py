@@ -5,13 +5,13 @@ what a codec has to offer, ``bytes`` what formats of FP8 codes share.
 """
 
 from ...formats import parse
-from .base import Codec, Level
+from .base import Codec, GlobalScaleRegisters
 from .fp8 import FP8Codec
 from .fp8_block import FP8BlockCodec
 from .mxfp8 import MXFP8Codec
 from .nvfp4 import NVFP4Codec
 
-__all__ = ["CODECS", "Codec", "Level", "codec_of"]
+__all__ = ["CODECS", "Codec", "GlobalScaleRegisters", "codec_of"]
 
 #: The codec of each format, by the name of its record.
 CODECS: dict[str, type[Codec]] = {

@@ -16,7 +16,7 @@ from ..ptx import asm
 
 #: What the codes of a row or of a group are relative to: DSL scalars that only the codec reads, so
 #: that a skeleton can carry them through loops.
-Level = tuple["Float32", ...]
+GlobalScaleRegisters = tuple["Float32", ...]
 
 
 def nan_if_infinite(a: Float32, number: Float32) -> Float32:
@@ -48,7 +48,7 @@ class Codec(abc.ABC):
             shared memory does not pay.
         searches_scale: what ``block_scales`` takes is not the amax of a block, but the number
             that ``choose_row``, ``choose_columns`` or ``choose_square`` gives.
-        level_names: what ``level_results`` gives: the buffers of the second level but the amax.
+        global_scale_names: what ``global_scale_outputs`` gives: the buffers of the second level but the amax.
     """
 
     table_size: int = 0
@@ -65,7 +65,7 @@ class Codec(abc.ABC):
         self.code_words = self.block * fmt.element.bits // 32
         level = fmt.global_scale
         kept = () if level is None else level.buffers
-        self.level_names = tuple(name for name in kept if name != "amax")
+        self.global_scale_names = tuple(name for name in kept if name != "amax")
 
     def code_bytes(self, elements: Any) -> Any:
         """Bytes of the codes of so many elements: a number of Python or of the DSL."""
@@ -74,22 +74,22 @@ class Codec(abc.ABC):
 
     # ---- encoding
 
-    def global_scale(self, amax: Float32) -> Level:
+    def global_scale(self, amax: Float32) -> GlobalScaleRegisters:
         """What the codes of a group or row are relative to, from its amax, or the scale given;
         nothing by default.
         """
         return ()
 
-    def zero_level(self) -> Level:
+    def zero_global_scale(self) -> GlobalScaleRegisters:
         """Any level, as what a loop carries before it has one."""
         return ()
 
-    def level_results(self, level: Level) -> tuple[Float32, ...]:
-        """The numbers of a group's level that are kept in buffers, in order of ``level_names``."""
+    def global_scale_outputs(self, level: GlobalScaleRegisters) -> tuple[Float32, ...]:
+        """The numbers of a group's level that are kept in buffers, in order of ``global_scale_names``."""
         return ()
 
     @abc.abstractmethod
-    def block_scale(self, a: Float32, level: Level) -> tuple[Uint32 | None, Float32]:
+    def block_scale(self, a: Float32, level: GlobalScaleRegisters) -> tuple[Uint32 | None, Float32]:
         """The scale of a block with amax ``a``, and what ``encode_row`` and ``encode_columns`` take
         for it.
 
@@ -97,7 +97,7 @@ class Codec(abc.ABC):
         """
 
     def two_scales(
-        self, a: Float32, b: Float32, level: Level
+        self, a: Float32, b: Float32, level: GlobalScaleRegisters
     ) -> tuple[list[Uint32 | None], list[Float32]]:
         """``block_scale`` of two blocks: both scales, above whose bits may be others, and both
         factors.
@@ -105,11 +105,11 @@ class Codec(abc.ABC):
         stored, factors = zip(*(self.block_scale(x, level) for x in (a, b)), strict=True)
         return list(stored), list(factors)
 
-    def scale_bytes(self, a: Float32, b: Float32, level: Level) -> Uint16:
+    def scale_bytes(self, a: Float32, b: Float32, level: GlobalScaleRegisters) -> Uint16:
         """The scale bytes of two blocks alone, for codecs with a table of factors."""
         raise NotImplementedError(f"{type(self).__name__} has no table of encode factors")
 
-    def encode_factor(self, index: Uint32, level: Level) -> Float32:
+    def encode_factor(self, index: Uint32, level: GlobalScaleRegisters) -> Float32:
         raise NotImplementedError(f"{type(self).__name__} has no table of encode factors")
 
     @abc.abstractmethod
@@ -118,46 +118,50 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def encode_columns(
-        self, words: Sequence[Uint32], factors: Sequence[Float32], twist: Int32 | int = 0
+        self, words: Sequence[Uint32], factors: Sequence[Float32], swizzle_xor: Int32 | int = 0
     ) -> list[list[Uint32]]:
         """Code words of a block of rows, one word a row, for each column of the words.
 
         Args:
             words: one a row of the block: two columns of 16-bit elements, or one of fp32.
             factors: the encode factor of each column.
-            twist: 0, 2, 4 or 6, of codes of a byte 0 or 4: word i is that of row i ^ twist.
+            swizzle_xor: 0, 2, 4 or 6, of codes of a byte 0 or 4: word i is that of row i ^ swizzle_xor.
         """
 
-    def choose_row(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
+    def choose_row(
+        self, words: Sequence[Uint32], a: Float32, level: GlobalScaleRegisters
+    ) -> Float32:
         """The scale of a block of a row with amax ``a``."""
         raise NotImplementedError(f"{type(self).__name__} chooses no scales")
 
     def choose_columns(
-        self, words: Sequence[Uint32], a: Sequence[Float32], level: Level
+        self, words: Sequence[Uint32], a: Sequence[Float32], level: GlobalScaleRegisters
     ) -> list[Float32]:
         """The scales of a block of rows, one a column."""
         raise NotImplementedError(f"{type(self).__name__} chooses no scales")
 
-    def choose_square(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
+    def choose_square(
+        self, words: Sequence[Uint32], a: Float32, level: GlobalScaleRegisters
+    ) -> Float32:
         """The scale of a square block, of which 16 neighbouring lanes have a row each."""
         raise NotImplementedError(f"{type(self).__name__} chooses no scales")
 
     def round_row(
-        self, words: Sequence[Uint32], factor: Float32, draws: Sequence[Uint32]
+        self, words: Sequence[Uint32], factor: Float32, random_words: Sequence[Uint32]
     ) -> list[Uint32]:
-        """``encode_row``, rounded by the bytes of ``draws``, four words."""
+        """``encode_row``, rounded by the bytes of ``random_words``, four words."""
         raise NotImplementedError(f"{type(self).__name__} does not round stochastically")
 
     def round_columns(
         self,
         words: Sequence[Uint32],
         factors: Sequence[Float32],
-        draws: Sequence[Sequence[Uint32]],
-        twist: Int32 | int = 0,
+        random_words: Sequence[Sequence[Uint32]],
+        swizzle_xor: Int32 | int = 0,
     ) -> list[list[Uint32]]:
-        """``encode_columns``, rounded by the bytes of ``draws``, four words a column.
+        """``encode_columns``, rounded by the bytes of ``random_words``, four words a column.
 
-        A byte is that of the row of the same number, or with a ``twist`` of the word.
+        A byte is that of the row of the same number, or with a ``swizzle_xor`` of the word.
         """
         raise NotImplementedError(f"{type(self).__name__} does not round stochastically")
 

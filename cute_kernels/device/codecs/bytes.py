@@ -48,7 +48,7 @@ class ByteCodec(Codec):
         return self._encode(row_pairs(self.dtype, len(words)), words, [self._spread(factor)])
 
     def encode_columns(
-        self, words: Sequence[Uint32], factors: Sequence[Float32], twist: Int32 | int = 0
+        self, words: Sequence[Uint32], factors: Sequence[Float32], swizzle_xor: Int32 | int = 0
     ) -> list[list[Uint32]]:
         """Of a multiple of eight rows."""
         if self.multiplies_bf16:
@@ -60,7 +60,7 @@ class ByteCodec(Codec):
                 self._encode(pairs, words[i : i + _PER_WORD], [factor])
                 for i in range(0, len(words), _PER_WORD)
             ]
-            columns.append(_untwisted(codes, twist))
+            columns.append(_unswizzled(codes, swizzle_xor))
         return columns
 
     def encode_mixed(self, words: Sequence[Uint32], factors: Sequence[Float32]) -> list[Uint32]:
@@ -144,11 +144,11 @@ def _products(words: Sequence[Uint32], factors: Uint32) -> list[Uint32]:
     return [asm("mul.rn.bf16x2 $0, $1, $2;", [Uint32], [word, factors]) for word in words]
 
 
-def _untwisted(codes: list[Uint32], twist: Int32 | int) -> list[Uint32]:
+def _unswizzled(codes: list[Uint32], swizzle_xor: Int32 | int) -> list[Uint32]:
     """Codes of a column whose rows came in twisted order, see ``Codec``, in order."""
-    if isinstance(twist, int):
+    if isinstance(swizzle_xor, int):
         return codes
-    # A twist of 4 trades the words of eight rows.
-    swapped = (twist & 4) != 0
+    # A swizzle_xor of 4 trades the words of eight rows.
+    swapped = (swizzle_xor & 4) != 0
     distance = _EIGHT // _PER_WORD // 2
     return [select(swapped, codes[i ^ distance], word) for i, word in enumerate(codes)]

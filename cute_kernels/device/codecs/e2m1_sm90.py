@@ -50,12 +50,12 @@ def encode(
     places: Sequence[tuple[int, int]],
     factor: Float32,
     dtype: str,
-    twist: Int32 | int = 0,
+    swizzle_xor: Int32 | int = 0,
 ) -> Uint32:
     """Eight elements as one word of codes, the first in the low nibble.
 
-    ``places`` say where each is: which word, and which part of it. With ``twist``, 0, 2, 4 or 6,
-    element i is that of nibble i ^ twist.
+    ``places`` say where each is: which word, and which part of it. With ``swizzle_xor``, 0, 2, 4 or 6,
+    element i is that of nibble i ^ swizzle_xor.
     """
     factor_in, order_in = f"${len(words) + 1}", f"${len(words) + 2}"
     elements = [(f"${word + 1}", part) for word, part in places]
@@ -68,14 +68,14 @@ def encode(
 		{odd}
 		shr.u32 even, even, 4; lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;
 	}}"""
-    return asm(text, [Uint32], [*words, factor, byte_order(twist)])
+    return asm(text, [Uint32], [*words, factor, byte_order(swizzle_xor)])
 
 
-def byte_order(twist: Int32 | int) -> Uint32:
+def byte_order(swizzle_xor: Int32 | int) -> Uint32:
     """What ``prmt`` takes the high bytes of the halves of two words by: 1, 3, 5, 7."""
     order = Uint32(0x7531)
-    # Byte i of the result comes from half i ^ twist / 2.
-    return order if isinstance(twist, int) else order ^ Uint32(twist) * Uint32(0x1111)
+    # Byte i of the result comes from half i ^ swizzle_xor / 2.
+    return order if isinstance(swizzle_xor, int) else order ^ Uint32(swizzle_xor) * Uint32(0x1111)
 
 
 def _bytes_of_codes(

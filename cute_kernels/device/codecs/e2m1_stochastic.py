@@ -51,12 +51,12 @@ def encode(
     words: Sequence[Uint32],
     places: Sequence[tuple[int, int]],
     factor: Float32,
-    draws: Sequence[Uint32],
+    random_words: Sequence[Uint32],
     dtype: str,
     arch: str,
-    twist: Int32 | int = 0,
+    swizzle_xor: Int32 | int = 0,
 ) -> Uint32:
-    """As ``e2m1_sm90.encode``, with two words of ``draws``, a byte an element."""
+    """As ``e2m1_sm90.encode``, with two words of ``random_words``, a byte an element."""
     first = len(words) + 1
     *draws_in, order_in, limit_in, factor_in, scale_in = (f"${first + i}" for i in range(6))
     factors: list[Float32 | Uint64] = [factor]
@@ -82,4 +82,6 @@ def encode(
 		{body}
 		shr.u32 even, even, 4; lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;
 	}}"""
-    return asm(text, [Uint32], [*words, *draws, byte_order(twist), Uint32(_LIMIT), *factors])
+    return asm(
+        text, [Uint32], [*words, *random_words, byte_order(swizzle_xor), Uint32(_LIMIT), *factors]
+    )

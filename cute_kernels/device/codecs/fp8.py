@@ -14,7 +14,7 @@ from .bytes import ByteCodec
 _FMAX_BITS = 0x7F7FFFFF
 
 
-class Level(NamedTuple):
+class FP8GlobalScale(NamedTuple):
     """What an element of a group (``scale``) and a code (``scale_inv``) is multiplied by."""
 
     scale: Float32
@@ -24,7 +24,7 @@ class Level(NamedTuple):
 class FP8Codec(ByteCodec):
     """E4M3 or E5M2 codes, and a scale a group."""
 
-    def global_scale(self, amax: Float32) -> Level:
+    def global_scale(self, amax: Float32) -> FP8GlobalScale:
         """The scale, at most FMAX, and 1 where the amax is 0, infinite or NaN; its reciprocal.
 
         Where the caller gives scales, ``amax`` is the scale. With ``nan_scales`` the reciprocal is
@@ -32,7 +32,7 @@ class FP8Codec(ByteCodec):
         known (``AmaxKernels.merge``).
         """
         if self.fmt.has_given_scale:
-            return Level(amax, asm("rcp.rn.f32 $0, $1;", [Float32], [amax]))
+            return FP8GlobalScale(amax, asm("rcp.rn.f32 $0, $1;", [Float32], [amax]))
         text = """{
 			.reg .pred ok;
 			.reg .f32 s;
@@ -46,13 +46,15 @@ class FP8Codec(ByteCodec):
 		}"""
         limit, fmax = Float32(self.fmt.element.max), bits_as_f32(Uint32(_FMAX_BITS))
         scale, scale_inv = asm(text, [Float32, Float32], [amax, limit, fmax])
-        return Level(scale, nan_if_infinite(amax, scale_inv) if self.fmt.nan_scales else scale_inv)
+        return FP8GlobalScale(
+            scale, nan_if_infinite(amax, scale_inv) if self.fmt.nan_scales else scale_inv
+        )
 
-    def zero_level(self) -> Level:
-        return Level(Float32(0.0), Float32(0.0))
+    def zero_global_scale(self) -> FP8GlobalScale:
+        return FP8GlobalScale(Float32(0.0), Float32(0.0))
 
-    def level_results(self, level: Level) -> tuple[Float32, ...]:
-        return tuple(getattr(level, name) for name in self.level_names)
+    def global_scale_outputs(self, level: FP8GlobalScale) -> tuple[Float32, ...]:
+        return tuple(getattr(level, name) for name in self.global_scale_names)
 
-    def block_scale(self, a: Float32, level: Level) -> tuple[None, Float32]:
+    def block_scale(self, a: Float32, level: FP8GlobalScale) -> tuple[None, Float32]:
         return None, level.scale

@@ -14,7 +14,7 @@ from cutlass import Float32, Uint32
 
 from ...formats import FP8Block
 from ..ptx import asm, bits_as_f32, f32_as_bits
-from .base import Level, nan_if_infinite
+from .base import GlobalScaleRegisters, nan_if_infinite
 from .bytes import ByteCodec
 
 _MANTISSA, _BIAS = 23, 127
@@ -52,7 +52,7 @@ class FP8BlockCodec(ByteCodec):
 
     fmt: FP8Block
 
-    def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
+    def block_scale(self, a: Float32, level: GlobalScaleRegisters) -> tuple[Uint32, Float32]:
         """The bits of scale_inv, and the scale: FP8_MAX / a; 1 where ``a`` is 0 or infinite.
 
         With ``nan_scales`` scale_inv is NaN where ``a`` is infinite.

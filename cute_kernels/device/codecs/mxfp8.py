@@ -6,7 +6,7 @@ e = e8m0(fl(a * fl(1 / FP8_MAX))), rounded up; code = sat_rn_fp8(fl(x * 2^(127 -
 from cutlass import Float32, Uint32
 
 from ..ptx import asm, bits_as_f32
-from .base import Level
+from .base import GlobalScaleRegisters
 from .bytes import ByteCodec
 
 #: A mantissa that is not zero carries into the exponent; of subnormals only those above 2^-127 do,
@@ -53,7 +53,7 @@ _DECODE = """{
 class MXFP8Codec(ByteCodec):
     """E4M3 or E5M2 codes, and a power of two a block."""
 
-    def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
+    def block_scale(self, a: Float32, level: GlobalScaleRegisters) -> tuple[Uint32, Float32]:
         """The E8M0 byte, and the power of two that elements are multiplied by.
 
         With ``nan_scales`` the byte of an infinite amax is 255.

@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Uint16, Uint32
 from ..convert import decode_e2m1
 from ..ptx import asm
 from . import e2m1_sm90, e2m1_stochastic
-from .base import Codec, Level
+from .base import Codec, GlobalScaleRegisters
 from .pairs import REGISTERS, Pair, column_pairs, products, row_pairs
 
 #: Elements of a word of codes.
@@ -26,17 +26,19 @@ class NibbleCodec(Codec):
     # ---- encoding
 
     @abc.abstractmethod
-    def block_scales(self, a: Float32, b: Float32, level: Level) -> tuple[Uint16, Float32, Float32]:
+    def block_scales(
+        self, a: Float32, b: Float32, level: GlobalScaleRegisters
+    ) -> tuple[Uint16, Float32, Float32]:
         """The scale bytes of two blocks with amaxes ``a`` and ``b``, that of ``a`` lowest; their
         encode factors.
         """
 
-    def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
+    def block_scale(self, a: Float32, level: GlobalScaleRegisters) -> tuple[Uint32, Float32]:
         pair, factor, _ = self.block_scales(a, a, level)
         return Uint32(pair) & Uint32(0xFF), factor
 
     def two_scales(
-        self, a: Float32, b: Float32, level: Level
+        self, a: Float32, b: Float32, level: GlobalScaleRegisters
     ) -> tuple[list[Uint32 | None], list[Float32]]:
         pair, *factors = self.block_scales(a, b, level)
         return [Uint32(pair), Uint32(pair) >> 8], factors
@@ -51,13 +53,13 @@ class NibbleCodec(Codec):
         return [_encode(pairs, part, factor) for part in parts]
 
     def encode_columns(
-        self, words: Sequence[Uint32], factors: Sequence[Float32], twist: Int32 | int = 0
+        self, words: Sequence[Uint32], factors: Sequence[Float32], swizzle_xor: Int32 | int = 0
     ) -> list[list[Uint32]]:
         """Of a multiple of eight rows."""
         codes = []
         for c, factor in enumerate(factors):
             if not self.has_fp4_convert:
-                how = _in_columns(c), factor, self.dtype, twist
+                how = _in_columns(c), factor, self.dtype, swizzle_xor
                 codes.append([e2m1_sm90.encode(part, *how) for part in _eights(words)])
             else:
                 pairs = column_pairs(self.dtype, _PER_WORD, c)
@@ -65,13 +67,13 @@ class NibbleCodec(Codec):
         return codes
 
     def round_row(
-        self, words: Sequence[Uint32], factor: Float32, draws: Sequence[Uint32]
+        self, words: Sequence[Uint32], factor: Float32, random_words: Sequence[Uint32]
     ) -> list[Uint32]:
         step, places = self._in_rows()
         how = self.dtype, self.arch
         return [
             e2m1_stochastic.encode(
-                words[i * step :][:step], places, factor, draws[2 * i :][:2], *how
+                words[i * step :][:step], places, factor, random_words[2 * i :][:2], *how
             )
             for i in range(len(words) // step)
         ]
@@ -80,13 +82,15 @@ class NibbleCodec(Codec):
         self,
         words: Sequence[Uint32],
         factors: Sequence[Float32],
-        draws: Sequence[Sequence[Uint32]],
-        twist: Int32 | int = 0,
+        random_words: Sequence[Sequence[Uint32]],
+        swizzle_xor: Int32 | int = 0,
     ) -> list[list[Uint32]]:
-        how = self.dtype, self.arch, twist
+        how = self.dtype, self.arch, swizzle_xor
         return [
             [
-                e2m1_stochastic.encode(part, _in_columns(c), factor, draws[c][2 * i :][:2], *how)
+                e2m1_stochastic.encode(
+                    part, _in_columns(c), factor, random_words[c][2 * i :][:2], *how
+                )
                 for i, part in enumerate(_eights(words))
             ]
             for c, factor in enumerate(factors)

@@ -12,7 +12,14 @@ from ...formats import NVFP4
 from ..convert import decode_e4m3_pair, unpack_words
 from ..ptx import asm, bits_as_f32
 from .nibbles import NibbleCodec
-from .nvfp4_four_over_six import Candidate, FourOverSixLevel, better, candidates, error, is_far
+from .nvfp4_four_over_six import (
+    Candidate,
+    FourOverSixGlobalScale,
+    better,
+    candidates,
+    error,
+    is_far,
+)
 
 _FMAX_BITS = 0x7F7FFFFF
 _ADD = "add.rn.f32 $0, $1, $2;"
@@ -21,7 +28,7 @@ _RCP_ELEMENT_MAX_BITS = 0x3E2AAAAB  # fl(1/6)
 _SCALE_CODES = 128
 
 
-class Level(NamedTuple):
+class NVFP4GlobalScale(NamedTuple):
     """The second level: a block's decode scale, and ``mult``, what an amax is multiplied with for
     its scale.
     """
@@ -41,7 +48,7 @@ class NVFP4Codec(NibbleCodec):
         #: instructions look the encode factors up instead.
         self.table_size = 0 if arch is None or self.has_f32x2 else _SCALE_CODES
 
-    def global_scale(self, amax: Float32) -> Level | FourOverSixLevel:
+    def global_scale(self, amax: Float32) -> NVFP4GlobalScale | FourOverSixGlobalScale:
         """S_dec and S_enc / 6. S_enc = 2688 / amax, at most FMAX, and 1 where that is 0 or amax is.
 
         (It is 0 where the amax is infinite.)
@@ -63,15 +70,17 @@ class NVFP4Codec(NibbleCodec):
         factor = Float32(1.0) if self.searches_scale else sixth
         s_dec, mult = asm(text, [Float32, Float32], [amax, tensor_max, fmax, factor])
         if self.searches_scale:
-            return FourOverSixLevel(s_dec, Float32(1.0), mult, amax, is_far(amax))
-        return Level(s_dec, mult)
+            return FourOverSixGlobalScale(s_dec, Float32(1.0), mult, amax, is_far(amax))
+        return NVFP4GlobalScale(s_dec, mult)
 
-    def zero_level(self) -> Level | FourOverSixLevel:
+    def zero_global_scale(self) -> NVFP4GlobalScale | FourOverSixGlobalScale:
         if self.searches_scale:
-            return FourOverSixLevel(*[Float32(0.0)] * 4, Int32(0))
-        return Level(Float32(0.0), Float32(0.0))
+            return FourOverSixGlobalScale(*[Float32(0.0)] * 4, Int32(0))
+        return NVFP4GlobalScale(Float32(0.0), Float32(0.0))
 
-    def block_scales(self, a: Float32, b: Float32, level: Level) -> tuple[Uint16, Float32, Float32]:
+    def block_scales(
+        self, a: Float32, b: Float32, level: NVFP4GlobalScale
+    ) -> tuple[Uint16, Float32, Float32]:
         """E4M3 bytes and encode factors, see ``NibbleCodec``.
 
         ``cvt.satfinite`` takes infinity to 448 too, so the clamp of a * mult to FMAX needs no code.
@@ -97,7 +106,7 @@ class NVFP4Codec(NibbleCodec):
         fmax = bits_as_f32(Uint32(_FMAX_BITS))
         return asm(text, [Uint16, Float32, Float32], [a, b, level.s_dec, level.mult, fmax])
 
-    def scale_bytes(self, a: Float32, b: Float32, level: Level) -> Uint16:
+    def scale_bytes(self, a: Float32, b: Float32, level: NVFP4GlobalScale) -> Uint16:
         text = """{
 			.reg .f32 p, q;
 			mul.rn.f32 p, $1, $3;
@@ -106,7 +115,7 @@ class NVFP4Codec(NibbleCodec):
 		}"""
         return asm(text, [Uint16], [a, b, level.mult])
 
-    def encode_factor(self, index: Uint32, level: Level) -> Float32:
+    def encode_factor(self, index: Uint32, level: NVFP4GlobalScale) -> Float32:
         text = """{
 			.reg .f32 q;
 			.reg .b32 h;
@@ -121,12 +130,12 @@ class NVFP4Codec(NibbleCodec):
 		}"""
         return asm(text, [Float32], [index, level.s_dec, bits_as_f32(Uint32(_FMAX_BITS))])
 
-    def choose_row(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
+    def choose_row(self, words: Sequence[Uint32], a: Float32, level: NVFP4GlobalScale) -> Float32:
         of = candidates(a, level)
         return better(self._row_errors(words, of, level), of)
 
     def choose_columns(
-        self, words: Sequence[Uint32], a: Sequence[Float32], level: Level
+        self, words: Sequence[Uint32], a: Sequence[Float32], level: NVFP4GlobalScale
     ) -> list[Float32]:
         of = [candidates(x, level) for x in a]
         columns = zip(*(unpack_words([word], self.dtype) for word in words), strict=True)
@@ -136,7 +145,9 @@ class NVFP4Codec(NibbleCodec):
             for c, x in enumerate(columns)
         ]
 
-    def choose_square(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
+    def choose_square(
+        self, words: Sequence[Uint32], a: Float32, level: NVFP4GlobalScale
+    ) -> Float32:
         of = candidates(a, level)
         errors = self._row_errors(words, of, level)
         for distance in (8, 4, 2, 1):
@@ -145,7 +156,7 @@ class NVFP4Codec(NibbleCodec):
         return better(errors, of)
 
     def _row_errors(
-        self, words: Sequence[Uint32], of: tuple[Candidate, Candidate], level: Level
+        self, words: Sequence[Uint32], of: tuple[Candidate, Candidate], level: NVFP4GlobalScale
     ) -> list[Float32]:
         numbers = unpack_words(words, self.dtype)
         return [self._error(self.encode_row(words, c.factor), numbers, c, level) for c in of]
@@ -155,7 +166,7 @@ class NVFP4Codec(NibbleCodec):
         codes: Sequence[Uint32],
         numbers: Sequence[Float32],
         candidate: Candidate,
-        level: Level,
+        level: NVFP4GlobalScale,
     ) -> Float32:
         return error(self.decode(codes), numbers, candidate.scale, level, self.fmt)
 

@@ -19,7 +19,7 @@ from ..ptx import asm, bits_as_f32
 _NEAR = (2.0**-50, 2.0**100)
 
 
-class FourOverSixLevel(NamedTuple):
+class FourOverSixGlobalScale(NamedTuple):
     """The second level, beside which a block's scale is chosen instead of computed.
 
     ``mult`` is 1: what is encoded with is the scale that was chosen. ``far`` is 1 where quotients
@@ -47,7 +47,7 @@ def is_far(amax: Float32) -> Int32:
     return asm(text, [Int32], [amax, *map(Float32, _NEAR)])
 
 
-def candidates(a: Float32, level: FourOverSixLevel) -> tuple[Candidate, Candidate]:
+def candidates(a: Float32, level: FourOverSixGlobalScale) -> tuple[Candidate, Candidate]:
     """That which takes the amax ``a`` of a block to 6, and that which takes it to 4."""
     text = """{
 		.reg .f32 p, q;
@@ -77,7 +77,7 @@ def error(
     codes: Sequence[Float32],
     numbers: Sequence[Float32],
     scale: Float32,
-    level: FourOverSixLevel,
+    level: FourOverSixGlobalScale,
     fmt: NVFP4,
 ) -> Float32:
     """The error of a block's ``numbers`` that ``codes`` stand for, element after element."""

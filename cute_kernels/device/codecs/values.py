@@ -12,8 +12,8 @@ from cutlass import Float32, Uint32
 
 from cute_kernels.device.codecs import CODECS
 
-from ...capability import UnsupportedError
 from ...formats import Format
+from ...records import UnsupportedError
 from ..convert import pack_words
 from ..ptx import asm
 from .base import Codec

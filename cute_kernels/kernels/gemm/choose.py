@@ -1,11 +1,64 @@
-"""The choice of a tile: the one that an architecture's model of time says is fastest."""
+"""The choice of a tile, and of the kernels that share a product.
+
+Of the legal tiles (``GemmConfig.can_implement``) that the architecture prefers (``prefers`` in
+``sm90.choose`` and ``sm100.choose``), the choice is the one that the architecture's model of time
+(``cost_model``) says is fastest. It is deterministic: the same sizes give the same tile, and every
+tile gives the same bits.
+"""
 
 import dataclasses
-from typing import TypeVar
+import functools
+from typing import Any, TypeVar
 
-from .common.problem import GemmConfig, GemmProblem, TileShape
+from cute_kernels.capability import Support
 
-ConfigT = TypeVar("ConfigT", bound="GemmConfig")
+from .common.config import GemmConfig
+from .common.problem import GemmProblem, TileShape
+from .sm90 import choose as sm90_choose
+from .sm90 import cost_model as sm90_cost_model
+from .sm90 import split_launches as sm90_split_launches
+from .sm90.config import Sm90GemmConfig
+from .sm100 import choose as sm100_choose
+from .sm100 import cost_model as sm100_cost_model
+
+ConfigT = TypeVar("ConfigT", bound=GemmConfig)
+
+#: The modules of an architecture that have ``prefers`` and ``estimated_cycles``.
+_PREFERENCES: dict[str, Any] = {"sm_90a": sm90_choose, "sm_100a": sm100_choose}
+_COST_MODELS: dict[str, Any] = {"sm_90a": sm90_cost_model, "sm_100a": sm100_cost_model}
+
+
+def prefers(config: GemmConfig, tile: TileShape) -> Support:
+    """Return whether ``choose_config`` considers ``tile`` for ``config``, and if not, why."""
+    support: Support = _PREFERENCES[config.arch].prefers(config, tile)
+    return support
+
+
+@functools.lru_cache(maxsize=256)
+def preferred_tiles(config: GemmConfig) -> tuple[TileShape, ...]:
+    """Return the tiles that ``choose_config`` considers for ``config``, which are all legal."""
+    return tuple(tile for tile in config.tile_shapes if prefers(config, tile))
+
+
+def estimated_cycles(
+    config: GemmConfig, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
+) -> float:
+    """Return the estimated time of a launch in cycles; ``bandwidth`` as in ``choose_config``."""
+    cost_model = _COST_MODELS[config.arch]
+    cycles: float = cost_model.estimated_cycles(config, problem, num_sms, bandwidth)
+    return cycles
+
+
+def split_launches(
+    config: GemmConfig, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
+) -> tuple[GemmConfig, ...]:
+    """Return the kernels that share a product, in the order in which they run.
+
+    A product that is not shared has one: ``config``.
+    """
+    if isinstance(config, Sm90GemmConfig):
+        return sm90_split_launches.split_launches(config, problem, num_sms, bandwidth)
+    return (config,)
 
 
 def choose_config(
@@ -15,20 +68,22 @@ def choose_config(
     tile: TileShape | None = None,
     bandwidth: float | None = None,
 ) -> ConfigT:
-    """``base`` with the tile that suits a problem best, or with the one that is given.
+    """Return ``base`` with the tile that is estimated to be fastest, or with a given tile.
 
-    Deterministic: the same sizes give the same tile, and every tile gives the same bits.
-    ``bandwidth`` is the peak bytes a second of the GPU's memory; None for that of the GPU which the
-    model is of.
+    Args:
+        base: Configuration with any tile.
+        problem: Sizes of the product.
+        num_sms: Number of SMs of the GPU.
+        tile: A legal tile to use whatever its estimated time is.
+        bandwidth: Peak bytes per second of the GPU's memory; None for that of the GPU that the
+            model of time describes.
 
     Raises:
-        ValueError: no tile takes the problem, or not the one asked for; says why.
+        ValueError: No tile, or not the given tile, can compute the problem; the message says why.
     """
     candidates = []
     reason = ""
-    for shape in base.tile_shapes if tile is None else (tile,):
-        if tile is None and not base.may_choose(shape):
-            continue
+    for shape in preferred_tiles(base) if tile is None else (tile,):
         if shape.num_ctas > num_sms:
             reason = f"{shape.num_ctas} CTAs need as many SMs, there are {num_sms}"
             continue
@@ -38,5 +93,5 @@ def choose_config(
             candidates.append(config)
         reason = support.reason or reason
     if not candidates:
-        raise ValueError(f"no grouped GEMM kernel takes {problem}: {reason}")
-    return min(candidates, key=lambda config: config.estimated_cycles(problem, num_sms, bandwidth))
+        raise ValueError(f"no grouped GEMM kernel computes {problem}: {reason}")
+    return min(candidates, key=lambda config: estimated_cycles(config, problem, num_sms, bandwidth))

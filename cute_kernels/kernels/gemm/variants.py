@@ -9,20 +9,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from cute_kernels.capability import support
 
+from .choose import preferred_tiles, prefers
+from .common.config import GemmConfig
 from .common.operand_kinds import OPERANDS, OperandKind
+from .common.problem import GemmGrouping
 from .sm90.config import Sm90GemmConfig
 from .sm90.fp4.config import ArrangeConfig, ExpandConfig
 from .sm90.split_launches import all_parts
 from .sm100.config import ScaleTilesConfig, Sm100GemmConfig
 
-if TYPE_CHECKING:
-    from cute_kernels.runtime.spec import KernelSpec
-
-    from .common.problem import GemmConfig, GemmGrouping
+#: The specs of this family: GEMMs, and the kernels that prepare their operands.
+GemmSpec: TypeAlias = GemmConfig | ScaleTilesConfig | ArrangeConfig | ExpandConfig
 
 #: FP8 products of the recipes: operands A and B, and what their configurations say.
 _FP8_FPROP_DGRAD: tuple[tuple[str, str, dict[str, bool]], ...] = (
@@ -42,7 +43,7 @@ _FP8_WGRAD: tuple[tuple[str, str, dict[str, bool]], ...] = (
 CONFIGS: dict[str, type[GemmConfig]] = {"sm_90a": Sm90GemmConfig, "sm_100a": Sm100GemmConfig}
 
 
-def kernel_specs(arch: str) -> Iterator[KernelSpec]:
+def kernel_specs(arch: str) -> Iterator[GemmSpec]:
     """Configurations of the kernels for ``"sm_90a"`` or ``"sm_100a"``.
 
     Activations are bf16, or fp16 with fp16 operands, and a bias has their dtype; they are written
@@ -65,7 +66,7 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
             yield from _k_grouped(cls, kind, dtype)
             if arch == "sm_100a" and kind.bits < 8:
                 base = Sm100GemmConfig("bfloat16", b_operand=operand, zero_tail=True)
-                for tile in filter(base.may_choose, base.tile_shapes):
+                for tile in preferred_tiles(base):
                     yield dataclasses.replace(base, tile=tile)
             if operand == "bfloat16" or arch == "sm_100a" and kind.bits < 8:
                 base = cls(
@@ -79,13 +80,12 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
                     reads, cls.tile_shapes, (False, True)
                 ):
                     config = dataclasses.replace(base, gathered=gathered)
-                    if config.may_choose(tile) and not (keeps_z and base.row_scaled):
+                    if prefers(config, tile) and not (keeps_z and base.row_scaled):
                         yield dataclasses.replace(config, tile=tile, keeps_z=keeps_z)
                 if len(reads) > 1:
                     base = cls(operand, "k_grouped", tile=cls.any_tile("k_grouped"), gathered=True)
                     yield from (
-                        dataclasses.replace(base, tile=tile)
-                        for tile in filter(base.may_choose, cls.tile_shapes)
+                        dataclasses.replace(base, tile=tile) for tile in preferred_tiles(base)
                     )
             if arch == "sm_90a" and not kind.is_wgmma:
                 yield from (ExpandConfig(is_ragged) for is_ragged in (False, True))
@@ -130,16 +130,16 @@ def _fp8(arch: str) -> Iterator[GemmConfig]:
                         )
                     )
             for config in bases:
-                for tile in filter(config.has_blocks, filter(config.may_choose, cls.tile_shapes)):
+                for tile in filter(config.has_blocks, preferred_tiles(config)):
                     yield dataclasses.replace(config, tile=tile)
 
 
-def _served(kind: OperandKind) -> Iterator[KernelSpec]:
+def _served(kind: OperandKind) -> Iterator[GemmSpec]:
     """Kernels for sm_90a beside weights that are quantized once: prepacked, and W4A16."""
     base = Sm90GemmConfig(kind.name, tile=Sm90GemmConfig.any_tile("m_grouped"), zero_tail=True)
     yield ArrangeConfig("bfloat16")
     yield ArrangeConfig("bfloat16", gathered=True)
-    for tile in filter(base.takes, Sm90GemmConfig.tile_shapes):
+    for tile in preferred_tiles(base):
         yield dataclasses.replace(base, tile=tile, activations="bfloat16")
         for row_scaled in (False, True):
             yield dataclasses.replace(base, tile=tile, prepacked=True, row_scaled=row_scaled)
@@ -152,7 +152,7 @@ def _served(kind: OperandKind) -> Iterator[KernelSpec]:
 
 def _m_grouped(cls: type[GemmConfig], kind: OperandKind, dtype: str) -> Iterator[GemmConfig]:
     any_tile = cls(kind.name, tile=cls.any_tile("m_grouped"))
-    tiles = filter(any_tile.may_choose, cls.tile_shapes)
+    tiles = preferred_tiles(any_tile)
     for flag, bias_dtype, tile in itertools.product((False, True), (None, dtype), tiles):
         yield cls(
             kind.name,
@@ -172,6 +172,6 @@ def _k_grouped(cls: type[GemmConfig], kind: OperandKind, dtype: str) -> Iterator
 def _outputs(base: GemmConfig, dtype: str) -> Iterator[GemmConfig]:
     """A k_grouped product in all tiles, into ``dtype`` and into fp32, which may be added to."""
     outputs = ((dtype, False), ("float32", False), ("float32", True))
-    tiles = filter(base.may_choose, base.tile_shapes)
+    tiles = preferred_tiles(base)
     for (out_dtype, accumulate), tile in itertools.product(outputs, tiles):
         yield dataclasses.replace(base, out_dtype=out_dtype, accumulate=accumulate, tile=tile)

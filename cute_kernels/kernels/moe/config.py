@@ -1,13 +1,7 @@
 """What the kernels of a mixture of experts are compiled for; shapes stay dynamic."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-#: Pairs of a token and an expert that one CTA sorts before a cluster of them is faster.
-_ONE_CTA = 4096
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -21,10 +15,6 @@ class RoutingConfig:
     #: The compiled function takes (expert_ids, offs, token, pair, row, top_k): expert_ids, token,
     #: pair and row of n = T * top_k elements, offs (E,), all but the ids int32.
     kernel: ClassVar[str] = "cute_kernels.kernels.moe.routing:RoutingKernel"
-
-    @classmethod
-    def choose(cls, ids: str, pairs: int) -> "RoutingConfig":
-        return cls(ids, 1 if pairs <= _ONE_CTA else cls.ctas)
 
 
 @dataclass(frozen=True)
@@ -77,10 +67,6 @@ class GatherConfig:
     #: The compiled function takes (x, index, out, num_sms): x (T, W) and out (R, W) integers of 4
     #: bytes, or 2 where that is the width; index (R,) int32.
     kernel: ClassVar[str] = "cute_kernels.kernels.moe.gather_combine:GatherKernel"
-
-    @classmethod
-    def choose(cls, row_bytes: int) -> "Self":
-        return cls(next(w for w in (16, 4, 2) if row_bytes % w == 0))
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
-from cute_kernels.capability import UnsupportedError
 from cute_kernels.device.activation_curves import exponential
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.launch import GridKernel, compact, env_stream
 from cute_kernels.device.ptx import add_rn, asm, mul_rn, select
+from cute_kernels.records import UnsupportedError
 from cute_kernels.reference.router import TINY
 
 from .config import RouterConfig, RouterGradientConfig

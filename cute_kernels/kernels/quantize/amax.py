@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_const
 
 from cute_kernels.device.absmax import absmax_packed, fmax, unpack_absmax, warp_max
 from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.groups import Grouping
+from cute_kernels.device.groups import GroupCursor
 from cute_kernels.device.launch import env_stream
 from cute_kernels.device.memory import load_global, load_global_if
 from cute_kernels.device.ptx import f32_as_bits
@@ -21,7 +21,7 @@ from cute_kernels.device.ptx import f32_as_bits
 from .activated_elements import ElementMaker, maker_of
 from .config import DTYPE_BYTES, AmaxConfig
 from .fakes import FakeBuffers
-from .global_scales import LevelWriter
+from .global_scales import GlobalScaleWriter
 
 _LOAD_BYTES = 32
 _UNROLL = 4
@@ -44,7 +44,7 @@ class AmaxKernels:
     #: The amax of numbers with a NaN among them is NaN.
     keeps_nan: bool = False
     #: Writes the levels of ``begin_levels``.
-    levels: LevelWriter
+    levels: GlobalScaleWriter
 
     @cute.jit
     def launch_amax(
@@ -121,10 +121,10 @@ class AmaxKernels:
         group_amax: cute.Tensor | None,
     ) -> None:
         row_bytes = x.shape[len(x.shape) - 1] * (x.element_type.width // 8)
-        groups = Grouping.of(x, offs)
+        groups = GroupCursor.from_tensors(x, offs)
         warps = cute.arch.grid_dim()[0] * (_THREADS // WARP_SIZE)
         warp = cute.arch.block_idx()[0] * (_THREADS // WARP_SIZE) + cute.arch.warp_idx()
-        last = groups.last_row()
+        last = groups.end_row()
         run = cutlass.max(_RUN_BYTES // row_bytes, Int32(1))
         index = (last + run - 1) // run - 1 - warp
         while index >= 0:
@@ -134,7 +134,7 @@ class AmaxKernels:
             while row < stop:
                 end = stop
                 if const_expr(group_amax is not None):
-                    group, group_end = groups.holding(row, group)
+                    group, group_end = groups.group_of_row(row, group)
                     end = cutlass.min(stop, group_end)
                 if const_expr(row_amax is None):
                     best = self.absmax(x, row, end)

@@ -1,41 +1,45 @@
-"""What a quantization kernel is compiled for, and which problems it takes.
+"""Configurations of the quantization kernels, and the problems that each of them can run.
 
-Configurations are specs of kernels (``runtime.spec``). A format is its canonical text, such as
-``"nvfp4:row_scaled"``; what it says decides what a kernel does.
+A configuration is the spec of one compiled kernel (``cute_kernels.runtime.spec``). It stores a
+format as its canonical text, such as ``"nvfp4:row_scaled"``; the format's record decides what the
+kernel computes.
+
+This module says what is possible: ``can_implement`` returns a ``Support`` with the reason.
+``choose`` picks one of the possible configurations and holds the measured preferences.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from cute_kernels.arch import get_arch
-from cute_kernels.capability import Support, UnsupportedError, why_unsupported
+from cute_kernels.capability import Support, why_unsupported
 from cute_kernels.formats import E4M3, Format, parse
 from cute_kernels.formats.activations import parse_activation
+from cute_kernels.records import UnsupportedError
 
 from .prologue import DTYPE_BYTES, Prologue
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 Grouping = Literal["ragged", "uniform"]
-#: What says that a problem is not taken, and why.
+#: Return an unsupported ``Support`` with a reason.
 _no = functools.partial(Support, False)
-#: K is a multiple of this whatever the format: 32 bytes of 16-bit input, which lanes load at once.
+#: K is a multiple of this for every format: a lane loads 32 bytes of 16-bit input at once.
 K_MULTIPLE = 16
-
 #: Shared memory of a CTA, in bytes, that tiles in flight leave to scales, factors and barriers.
 _RESERVED_BYTES = 35 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeProblem:
-    """The facts of a call that decide which kernels can run it.
+    """Properties of a call that decide which kernels can run it.
 
-    ``dtype`` is that of the plain side, or of what its prologue makes, ``cols`` K; ``grouping`` is
-    ``"ragged"`` for (T, K) with offs, ``"uniform"`` for (G, N, K).
+    Attributes:
+        dtype: Data type of the plain tensor, or of the elements that the prologue computes.
+        cols: Columns of the elements, K.
+        grouping: ``"ragged"`` for a (T, K) tensor with offs, ``"uniform"`` for (G, N, K).
+        prologue: Gather or activation before quantization, if any.
     """
 
     dtype: str
@@ -44,17 +48,18 @@ class QuantizeProblem:
     prologue: Prologue | None = None
 
 
-def _is_per_row(format: str, columnwise: bool = False) -> bool:
-    level = parse(format).global_scale_for(columnwise)
-    return level is not None and level.per == "row"
+def _has_row_scale(format: str, columnwise: bool = False) -> bool:
+    """Return True if one direction of the format has a global scale per row."""
+    global_scale = parse(format).global_scale_for(columnwise)
+    return global_scale is not None and global_scale.per == "row"
 
 
-def _takes(config: RowsConfig, problem: QuantizeProblem) -> Support:
-    """Whether dtype and grouping are those of ``config``, and K is one that kernels take."""
+def _matches(config: RowsConfig, problem: QuantizeProblem) -> Support:
+    """Check that ``config`` was compiled for the problem's dtype and grouping, and check K."""
     if (problem.dtype, problem.grouping) != (config.dtype, config.grouping):
         return _no(f"compiled for {config.dtype} {config.grouping} groups")
     if problem.prologue != config.prologue:
-        return _no("compiled for another activation")
+        return _no("compiled for another activation or gather")
     if problem.dtype not in DTYPE_BYTES:
         names = ", ".join(DTYPE_BYTES)
         return _no(f"input dtype must be one of {names}, got {problem.dtype}")
@@ -66,11 +71,15 @@ def _takes(config: RowsConfig, problem: QuantizeProblem) -> Support:
 
 @dataclasses.dataclass(frozen=True)
 class CopyConfig:
-    """What all kernels of copies of a format are compiled for: its canonical text, and the dtype of
-    the plain side.
+    """Fields that all kernels have which read or write quantized copies.
+
+    Attributes:
+        format: Canonical text of the format.
+        dtype: Data type of the plain tensor.
+        grouping: ``"ragged"`` or ``"uniform"``.
 
     Raises:
-        UnsupportedError: the kernel does not take what the record of the format says.
+        UnsupportedError: No kernel supports the record of the format.
     """
 
     format: str
@@ -83,17 +92,25 @@ class CopyConfig:
 
     @property
     def fmt(self) -> Format:
+        """Record of the format."""
         return parse(self.format)
 
 
 @dataclasses.dataclass(frozen=True)
 class RowsConfig(CopyConfig):
-    """The rowwise copy, row by row, from one read of the input.
+    """The rowwise copy, computed row by row from one read of the input.
 
-    A second level per row is a result; one per group is given. A team of ``warps_per_row`` (1, 2,
-    4, 8 or 16) warps holds one row in registers at a time, or a team of one warp holds
-    ``rows_per_warp`` (1, 2, 4 or 8) short rows; ``num_stages`` times what a team holds is in
-    flight.
+    A global scale per row is an output. A global scale per group is an input.
+
+    A team of warps holds rows in registers: either ``warps_per_row`` warps hold one row, or one
+    warp holds ``rows_per_warp`` short rows. ``num_stages`` times the rows of a team are in flight.
+
+    Attributes:
+        warps_per_row: 1, 2, 4, 8 or 16.
+        num_stages: Stages of the team's pipeline in shared memory.
+        rows_per_warp: 1, 2, 4 or 8; more than 1 only if ``warps_per_row`` is 1.
+        arch: Name of the architecture.
+        prologue: Gather or activation before quantization, if any.
     """
 
     warps_per_row: int = 4
@@ -102,112 +119,97 @@ class RowsConfig(CopyConfig):
     arch: str = "sm_100a"
     prologue: Prologue | None = None
 
-    #: The compiled function takes (x, index, offs, amax, codes, scales, scale_inv, scale, num_sms):
-    #: x (T, K) or (G, N, K) contiguous, as wide as the prologue asks; index (R,) int32 where it
-    #: gathers, else None; offs (G,) int32, None when uniform; amax (T,) fp32 where it is computed,
-    #: (G,) where given, None where there is no second level; codes and scales as ``layout.buffers``
-    #: says, scales None where blocks have none; scale_inv and scale (G,) fp32 results where the
-    #: format keeps them, else None.
+    #: The compiled function takes (x, index, offs, amax, codes, scales, scale_inv, scale, num_sms).
+    #: ``x``: (T, K) or (G, N, K), contiguous; its width follows from the prologue. ``index``: (R,)
+    #: int32 if the prologue gathers, else None. ``offs``: (G,) int32, None if uniform. ``amax``:
+    #: (T,) fp32 if the kernel computes it, (G,) fp32 if it is an input, None without a global
+    #: scale. ``codes``, ``scales``: see ``layout.buffers``; ``scales`` is None if blocks have none.
+    #: ``scale_inv``, ``scale``: (G,) fp32 outputs, or None if the format does not store them.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.row_quantizer:RowsQuantizer"
-    #: Whether ``x`` is read in the order of tokens that rows are made of.
-    by_token: ClassVar[bool] = False
-    #: What ``choose`` chooses from, by rising ``max_cols``: (warps_per_row, rows_per_warp).
+    #: True if teams read tokens in order and write all rows of a token, instead of row by row.
+    reads_tokens: ClassVar[bool] = False
+    #: The possible teams by increasing ``max_cols``: (warps_per_row, rows_per_warp).
     teams: ClassVar[tuple[tuple[int, int], ...]] = (
-        *((1, 8), (1, 4), (1, 2), (1, 1)),
-        *((2, 1), (4, 1), (8, 1), (16, 1)),
+        (1, 8),
+        (1, 4),
+        (1, 2),
+        (1, 1),
+        (2, 1),
+        (4, 1),
+        (8, 1),
+        (16, 1),
     )
 
     @property
     def computes_amax(self) -> bool:
-        return _is_per_row(self.format)
+        """True if the kernel computes the amax of each row."""
+        return _has_row_scale(self.format)
 
     @property
     def is_light(self) -> bool:
-        """Whether elements are only multiplied and rounded: then few warps have much of a row each."""
+        """True if elements are only multiplied and rounded.
+
+        A row then needs few registers, so few warps hold long rows.
+        """
         has_f32x2 = get_arch(self.arch).has_f32x2
         return has_f32x2 and self.fmt.scale is None and self.prologue is None
 
     @property
     def num_compute_warps(self) -> int:
+        """Warps of a CTA that quantize."""
         return 8 if self.is_light else 16
 
     @property
     def bytes_per_warp(self) -> int:
-        """Bytes of input a warp: as a rule four 1x16 blocks a lane for 16-bit types, two for fp32.
+        """Bytes of input per warp: four 1x16 blocks per lane of 16-bit types, or two of fp32.
 
-        Elements that take more bytes than they have, or more registers to make, are fewer.
+        Light kernels hold twice as much.
         """
         return 8192 if self.is_light else 4096
 
     @property
     def takes_amax(self) -> bool:
+        """True if the amax of each group is an input."""
         return self.fmt.global_scale is not None and not self.computes_amax
 
     @property
-    def is_preferred(self) -> bool:
-        """Whether rowwise copies are made this way where tile by tile would do, too.
-
-        Rows with amaxes of their own take one read instead of two. Others are 0 to 6% faster on an
-        H200, of SwiGLU twice as fast (perf/results/quantize_h200.md). sm_100a was not measured;
-        tile by tile it executes fewer instructions where blocks have scales.
-        """
-        is_measured = get_arch(self.arch).tuned_by == "time"
-        return self.computes_amax or is_measured or self.fmt.scale is None
-
-    @property
     def num_teams(self) -> int:
+        """Teams of a CTA."""
         return self.num_compute_warps // self.warps_per_row
 
     @property
     def max_cols(self) -> int:
+        """Largest K that a team holds."""
         size = DTYPE_BYTES[self.dtype]
         if self.prologue is not None:
             size = max(size, self.prologue.bytes_read)
         return self.warps_per_row * self.bytes_per_warp // size // self.rows_per_warp
 
-    @classmethod
-    def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a") -> Self:
-        """The configuration with the fewest lanes a row that holds the row."""
-        fmt = fmt.for_direction(columnwise=False)
-        for warps, rows in cls.teams:
-            what: dict[str, Any] = {
-                "rows_per_warp": rows,
-                "arch": arch,
-                "prologue": problem.prologue,
-            }
-            if (
-                get_arch(arch).tuned_by == "time"
-                and problem.prologue is not None
-                and problem.prologue.activation is not None
-            ):
-                what["num_stages"] = 2  # a table of factors takes the room of the third
-            config = cls(fmt.text, problem.dtype, problem.grouping, warps, **what)
-            if config.can_implement(problem):
-                break
-        return config
-
     def can_implement(self, problem: QuantizeProblem) -> Support:
+        """Return whether the compiled kernel can run ``problem``, and why not."""
         if self.rows_per_warp > 1 and self.warps_per_row > 1:
             return _no("only a team of one warp holds several rows")
         if self.warps_per_row > self.num_compute_warps:
-            return _no(f"there are {self.num_compute_warps} warps")
+            return _no(
+                f"warps_per_row = {self.warps_per_row} exceeds {self.num_compute_warps} warps"
+            )
         fmt = self.fmt
         if fmt.is_2d:
             return _no(f"{self.format} has blocks of several rows")
         if fmt.scale is not None and fmt.scale.vec_size // K_MULTIPLE * self.rows_per_warp > 32:
-            return _no(f"blocks of {self.format} take more lanes than a row has")
+            return _no(f"blocks of {self.format} need more lanes than a row has")
         if fmt.is_stochastic:
-            return _no(f"random bytes of {self.format} are drawn tile by tile")
+            return _no(f"random numbers of {self.format} are generated tile by tile")
         if fmt.searches_scale:
-            return _no(f"scales of {self.format} are chosen tile by tile")
+            return _no(f"scales of {self.format} are searched tile by tile")
         if fmt.has_given_scale:
-            return _no(f"{self.format} takes scales of groups and gives their amaxes")
+            return _no(f"{self.format} takes scales of groups and returns their amaxes")
         if (
             fmt.scale is not None
             and self.max_cols // fmt.scale.vec_size * fmt.scale.element.bits % 32
         ):
-            return _no(f"scales of a row of {self.max_cols} are no whole words")
-        supported = _takes(self, problem)
+            return _no(f"the scales of a row of {self.max_cols} do not fill 32-bit words")
+        supported = _matches(self, problem)
         if supported and problem.cols > self.max_cols:
             return _no(f"K = {problem.cols} exceeds the {self.max_cols} that a team holds")
         return supported
@@ -215,22 +217,25 @@ class RowsConfig(CopyConfig):
 
 @dataclasses.dataclass(frozen=True)
 class ValuesConfig(RowsConfig):
-    """``RowsConfig``, but what comes out is fp16 values instead of codes and scales.
+    """``RowsConfig``, but the output is fp16 values instead of codes and scales.
 
-    Code times block scale, as the GEMM of sm_90a takes it. For ragged operands on sm_90a.
+    A value is code times block scale, which the GEMM of sm_90a multiplies. For ragged operands on
+    architectures whose tensor cores apply no block scales.
     """
 
-    #: The compiled function takes what that of ``RowsConfig`` does, with None after the codes, and
-    #: for those values (T, K up to a multiple of 128) fp16 in the order of the GEMM's expansion.
+    #: The compiled function takes the arguments of ``RowsConfig``, with None for the scales and the
+    #: outputs behind them, and fp16 values for the codes: (T, K rounded up to a multiple of 128),
+    #: in the order of the GEMM's expansion.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.row_values:RowValuesQuantizer"
-    #: The values of eight neighbouring blocks are put in order by eight lanes.
+    #: Eight lanes together reorder the values of eight neighbouring blocks.
     teams: ClassVar[tuple[tuple[int, int], ...]] = RowsConfig.teams[1:]
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
+        """Return whether the compiled kernel can run ``problem``, and why not."""
         if self.grouping != "ragged" or get_arch(self.arch).has_block_scaled_mma:
             return _no("values are for ragged operands on sm_90a")
         if (scale := self.fmt.scale) is None or (scale.element, scale.vec_size) != (E4M3, 16):
-            return _no(f"values are of codes with e4m3 scales of 16, not of {self.format}")
+            return _no(f"values need codes with e4m3 scales of 16, not {self.format}")
         if self.rows_per_warp > 4:
             return _no("values of a row take at least eight lanes")
         return super().can_implement(problem)
@@ -238,23 +243,24 @@ class ValuesConfig(RowsConfig):
 
 @dataclasses.dataclass(frozen=True)
 class TokensConfig(RowsConfig):
-    """``RowsConfig`` of rows by an index, but token by token: one read of each for all of its rows."""
+    """``RowsConfig`` for gathered rows, token by token: one read of a token serves all its rows."""
 
-    #: The compiled function takes what that of ``RowsConfig`` does, and for the index its inverse
-    #: (T, k) int32.
+    #: The compiled function takes the arguments of ``RowsConfig``, with the inverse index for the
+    #: index: (T, top_k) int32, the rows of each token.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.token_quantizer:TokensQuantizer"
-    by_token: ClassVar[bool] = True
+    reads_tokens: ClassVar[bool] = True
     teams: ClassVar[tuple[tuple[int, int], ...]] = tuple(
         team for team in RowsConfig.teams if team[1] == 1
     )
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
+        """Return whether the compiled kernel can run ``problem``, and why not."""
         if self.prologue is None or not self.prologue.gathered:
-            return _no("tokens are rows by an index")
+            return _no("only gathered rows belong to tokens")
         if self.rows_per_warp > 1:
-            return _no("a team has one token at a time")
+            return _no("a team holds one token at a time")
         if self.takes_amax:
-            return _no(f"rows of a token differ in {self.format}, by their groups")
+            return _no(f"the rows of a token differ in {self.format}, which has scales of groups")
         return super().can_implement(problem)
 
 
@@ -267,11 +273,22 @@ class TokenValuesConfig(TokensConfig, ValuesConfig):
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig(CopyConfig):
-    """One or both copies, tile by tile, from one read once the amaxes are known.
+    """One or both copies, computed in 128x128 tiles from one read once the amaxes are known.
 
-    With ``compute_amax`` they are results: a first kernel computes them, so the input is read
-    twice, the second time from L2 where it fits. With ``is_member`` others are quantized by the
-    same seed, and have blocks before it.
+    With ``compute_amax`` the amaxes are outputs: another kernel computes them first. The input is
+    then read twice, the second time from L2 if it fits there.
+
+    Attributes:
+        rowwise: Write the rowwise copy.
+        columnwise: Write the columnwise copy.
+        compute_amax: Compute the amaxes first; else they are inputs.
+        arch: Name of the architecture.
+        prologue: Gather or activation before quantization, if any.
+        is_member: The tensor is one of several that share a seed, and takes the offset of its
+            random numbers.
+
+    Raises:
+        UnsupportedError: No kernel computes such copies in tiles.
     """
 
     rowwise: bool = True
@@ -282,89 +299,83 @@ class TileConfig(CopyConfig):
     is_member: bool = False
 
     #: The compiled function takes (x, index, offs, row_amax, group_amax, codes, scales, codes_t,
-    #: scales_t, scale_inv, scale, amax, column_amax, seed, drawn, drawn_t, num_sms), with None for
-    #: what the configuration or the format does not use: row_amax (T,) fp32 is used when
-    #: ``uses_row_amax``, group_amax (G,) fp32 when ``uses_group_amax``, the scales where the format
-    #: takes them; scale_inv, scale and, where the format takes its scales, amax (G,) fp32 are
-    #: results; column_amax (G,) fp32 is used when ``has_own_columns``; seed (2,) int64 is of
-    #: stochastic formats, drawn and drawn_t, if ``is_member``, blocks before each copy's first one.
-    #: x needs at least one row.
+    #: scales_t, scale_inv, scale, amax, column_amax, seed, rng_offset, rng_offset_t, num_sms), with
+    #: None for each one that the configuration or the format does not use. ``x``: at least one
+    #: row. ``row_amax``: (T,) fp32 if ``uses_row_amax``. ``group_amax``: (G,) fp32 if
+    #: ``uses_group_amax``; the scales if the caller gives them. ``scale_inv``, ``scale``: (G,) fp32
+    #: outputs. ``amax``: (G,) fp32 output if the caller gives scales. ``column_amax``: (G,) fp32 if
+    #: ``has_column_amax``. ``seed``: (2,) int64 for stochastic formats. ``rng_offset``,
+    #: ``rng_offset_t``: int64 if ``is_member``, the blocks that precede the first block of each
+    #: copy.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.tiles.kernel:TileQuantizer"
     #: Warps that convert one 128x128 tile together.
     warps_per_team: ClassVar[int] = 4
-    #: Slot tiles that a column of tiles goes through before the next begins.
+    #: Slot tiles of a column of tiles that CTAs take before the next column begins.
     band: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fmt.element.per_byte == 1 and self.uses_row_amax:
             raise UnsupportedError(
-                f"no kernel makes {self.format} tile by tile: its rows have second levels of their own"
+                f"no kernel computes {self.format} in tiles: it has a global scale per row"
             )
 
-    @classmethod
-    def choose(
-        cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a", **what: Any
-    ) -> TileConfig:
-        facts: dict[str, Any] = {**what, "arch": arch, "prologue": problem.prologue}
-        config = cls(fmt.text, problem.dtype, problem.grouping, **facts)
-        if fmt.global_scale is None or fmt.has_given_scale:
-            config = dataclasses.replace(config, compute_amax=False)
-        if config.rowwise and config.columnwise:
-            return config
-        return dataclasses.replace(config, format=fmt.for_direction(config.columnwise).text)
-
     @property
-    def has_own_columns(self) -> bool:
-        """Whether both copies are written, and the columnwise one has amaxes of its own."""
+    def has_column_amax(self) -> bool:
+        """True if both copies are written and the columnwise copy has amaxes of its own."""
         return self.rowwise and self.columnwise and self.fmt.is_transformed
 
     @property
     def tile_bytes(self) -> int:
+        """Bytes of a 128x128 tile in shared memory."""
         return 128 * 128 * DTYPE_BYTES[self.dtype]
 
     @property
-    def makes_tiles(self) -> bool:
-        """Whether a team makes the elements of its tile, instead of the loader loading them."""
+    def fills_tiles(self) -> bool:
+        """True if a team computes the elements of its tile, instead of a loader copying them."""
         return self.prologue is not None and self.prologue.activation is not None
 
     @property
-    def copies_rows(self) -> bool:
-        """Whether warps load rows by an index."""
-        return self.prologue is not None and self.prologue.gathered and not self.makes_tiles
+    def gathers_rows(self) -> bool:
+        """True if the loader warps copy rows by an index."""
+        return self.prologue is not None and self.prologue.gathered and not self.fills_tiles
 
     @property
     def num_loaders(self) -> int:
-        """Warps that load, each for its own stages and teams."""
-        return 2 if self.copies_rows and DTYPE_BYTES[self.dtype] == 2 else 1
+        """Loader warps; each has stages and teams of its own."""
+        return 2 if self.gathers_rows and DTYPE_BYTES[self.dtype] == 2 else 1
 
     @property
     def num_tiles(self) -> int:
-        """Tiles in shared memory: those in flight, 192 KiB of them, or one a team that makes it."""
-        if self.makes_tiles:
+        """Tiles in shared memory: as many as fit, or one per team that fills its tile."""
+        if self.fills_tiles:
             return self.num_teams
         return (get_arch(self.arch).smem_bytes - _RESERVED_BYTES) // self.tile_bytes
 
     @property
     def num_stages(self) -> int:
-        """Tiles that the loader has described; at most two a team."""
-        return 2 * self.num_teams if self.makes_tiles else self.num_tiles
+        """Tile descriptors in flight; at most two per team."""
+        return 2 * self.num_teams if self.fills_tiles else self.num_tiles
 
     @property
     def num_teams(self) -> int:
         """Tiles that a CTA converts at the same time; at least half of ``num_stages``."""
-        if self.makes_tiles:
-            # More have no registers for codes of four bits, and no shared memory for tiles of fp32.
+        if self.fills_tiles:
+            # With four teams, 4-bit codes lack registers, and fp32 tiles lack shared memory.
             return 4 if self.fmt.element.bits == 8 and self.tile_bytes <= 32768 else 3
         return 4 if self.num_tiles > 4 else 2
 
     @property
     def uses_row_amax(self) -> bool:
-        return _is_per_row(self.format)
+        """True if the kernel reads an amax per row."""
+        return _has_row_scale(self.format)
 
     @property
     def uses_group_amax(self) -> bool:
-        """Whether there are amaxes, or given scales, of groups; those of columns always are."""
+        """True if the kernel reads an amax, or a given scale, per group.
+
+        Columnwise copies never have a global scale per row.
+        """
         if self.fmt.global_scale is None:
             return False
         return self.columnwise or not self.uses_row_amax
@@ -372,25 +383,32 @@ class TileConfig(CopyConfig):
 
 @dataclasses.dataclass(frozen=True)
 class AdamWTileConfig(TileConfig):
-    """``TileConfig`` of fp32 masters that a step of AdamW updates first, by gradients of this
-    dtype.
+    """``TileConfig`` of fp32 master weights that an AdamW step updates first.
+
+    Attributes:
+        gradient: Data type of the gradients.
     """
 
     gradient: str = "bfloat16"
 
-    #: The compiled function takes what that of ``TileConfig`` does, for the index what
-    #: ``adamw.Update`` says.
+    #: The compiled function takes the arguments of ``TileConfig``, with those of ``adamw.Update``
+    #: for the index.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.adamw:AdamWTileQuantizer"
-    makes_tiles: ClassVar[bool] = True  # type: ignore
+    fills_tiles: ClassVar[bool] = True  # type: ignore
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientConfig:
-    """The gradient of an activation in both directions and p times its result columnwise, from one
-    read.
+    """The gradient of an activation in both directions, and the weighted activation columnwise.
 
-    ``format`` is that of the gradient, ``scaled_format`` that of p times the result; both are
-    rounded to ``dtype``, that of the inputs, first.
+    Both come from one read of the inputs, and both are rounded to ``dtype`` first.
+
+    Attributes:
+        format: Format of the gradient.
+        scaled_format: Format of the weighted activation, p times the activation.
+        dtype: Data type of the inputs.
+        activation: Text of the activation.
+        arch: Name of the architecture.
     """
 
     format: str
@@ -399,46 +417,50 @@ class GradientConfig:
     activation: str
     arch: str
 
-    #: The compiled function takes (x, grad, offs, weight, pair, given, scaled_given, codes, scales,
-    #: codes_t, scales_t, scale_inv, scale, amax, of p a None, None, then codes_t to amax, sums,
-    #: dweight, num_sms, counter): x (R, W), grad (R, N), weight and dweight (T * k,) fp32, pair
-    #: (R,) int32, sums (tiles along N, R) fp32 to work in; a counter, as of GEMMs. Of a format that
-    #: takes scales these are given (G,) fp32, of which scale_inv, scale and amax (G,) are results,
-    #: else None.
+    #: The compiled function takes (x, grad, offs, weight, pair, given_scale, scaled_given_scale,
+    #: then of the gradient codes, scales, codes_t, scales_t, scale_inv, scale, amax, then of the
+    #: weighted activation None, None, codes_t, ..., amax, then sums, dweight, num_sms, counter).
+    #: ``x``: (R, W). ``grad``: (R, N). ``weight``, ``dweight``: (T * top_k,) fp32. ``pair``: (R,)
+    #: int32. ``sums``: (tiles along N, R) fp32, a workspace. ``given_scale``, ``scale_inv``,
+    #: ``scale``, ``amax``: (G,) fp32 if the format takes scales, else None; the last three are
+    #: outputs. ``counter``: int32, as of GEMMs.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.tiles.gradient:GradientQuantizer"
-    #: Tiles are taken from a counter: some have few rows.
+    #: CTAs take tiles from a counter, because some tiles have few rows.
     mixes_groups: ClassVar[bool] = True
     num_stages: ClassVar[int] = 2
     band: ClassVar[int] = TileConfig.band
 
     @property
-    def has_own_columns(self) -> bool:
-        """Whether p times the result has scales that are given."""
+    def has_column_amax(self) -> bool:
+        """True if the weighted activation takes scales, which descriptors carry as a second one."""
         return parse(self.scaled_format).has_given_scale
 
     @property
     def copies(self) -> tuple[TileConfig, TileConfig]:
-        """What becomes of tiles of the gradient, and of those of p times the result."""
-        both = TileConfig(self.format, self.dtype, columnwise=True, arch=self.arch)
-        return both, dataclasses.replace(both, format=self.scaled_format, rowwise=False)
+        """Configurations that convert tiles of the gradient and of the weighted activation."""
+        gradient = TileConfig(self.format, self.dtype, columnwise=True, arch=self.arch)
+        return gradient, dataclasses.replace(gradient, format=self.scaled_format, rowwise=False)
 
     @property
     def num_tiles(self) -> int:
-        """128x128 tiles of the gradient to one of the result."""
+        """128x128 tiles of the gradient per tile of the activation: 2 if it is gated, else 1."""
         return 1 + parse_activation(self.activation).is_gated
 
     @property
     def tile_bytes(self) -> int:
+        """Bytes of a stage: the tiles of the gradient and one of the activation."""
         return (self.num_tiles + 1) * self.copies[0].tile_bytes
 
     @property
-    def has_room(self) -> bool:
-        """Whether a table of sigmoids fits; beside two stages of three tiles and tiles of scales it
-        does not.
+    def has_table_room(self) -> bool:
+        """True if a table of sigmoids fits in shared memory.
+
+        It does not fit beside two stages of three tiles and scale tiles.
         """
         return self.num_tiles == 1 or not any(copy.fmt.has_scale_tiles for copy in self.copies)
 
     def can_implement(self, cols: int) -> Support:
+        """Return whether the compiled kernel can run ``cols`` columns (N), and why not."""
         for fmt in map(parse, (self.format, self.scaled_format)):
             if (
                 fmt.is_2d
@@ -446,18 +468,29 @@ class GradientConfig:
                 or (fmt.global_scale is not None and not fmt.has_given_scale)
             ):
                 return _no(
-                    f"codes are bytes with scales that are given or of parts of a row, not {fmt.text}"
+                    "formats must have 8-bit codes and given scales or 1D block scales, got "
+                    f"{fmt.text}"
                 )
         if DTYPE_BYTES[self.dtype] != 2:
-            return _no("inputs have 16 bits")
+            return _no(f"inputs must have 16 bits, got {self.dtype}")
         if self.num_tiles > 1 and cols % 128:
-            return _no("halves are a multiple of 128 columns")
+            return _no(f"columns of a gated activation must be a multiple of 128, got {cols}")
         return Support(True)
 
 
 @dataclasses.dataclass(frozen=True)
 class AmaxConfig:
-    """max |x| of each row, of each group, or both, from one read; the rest as ``RowsConfig``."""
+    """max |x| of each row, of each group, or of both, from one read.
+
+    Attributes:
+        dtype: Data type of the elements.
+        grouping: ``"ragged"`` or ``"uniform"``.
+        per_row: Write the amax of each row.
+        per_group: Write the amax of each group.
+        arch: Name of the architecture.
+        prologue: Activation of the elements, if any.
+        keeps_nan: The amax of numbers with a NaN is NaN, see ``Format.amaxes_keep_nan``.
+    """
 
     dtype: str
     grouping: Grouping = "ragged"
@@ -465,36 +498,45 @@ class AmaxConfig:
     per_group: bool = True
     arch: str = "sm_100a"
     prologue: Prologue | None = None
-    #: The amax of numbers with a NaN among them is NaN, see ``Format.amaxes_keep_nan``.
     keeps_nan: bool = False
 
-    #: The compiled function takes (x, offs, row_amax, group_amax, num_sms): row_amax (T,) and
-    #: group_amax (G,) fp32, None where not written. Rows of the tail are left alone; an empty
-    #: group gives 0.
+    #: The compiled function takes (x, offs, row_amax, group_amax, num_sms). row_amax: (T,) fp32,
+    #: group_amax: (G,) fp32, each None if it is not written. Rows of the tail are not written; an
+    #: empty group gets 0.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.amax:AmaxReducer"
 
 
 @dataclasses.dataclass(frozen=True)
 class AdamWConfig:
-    """A step of AdamW on fp32 masters by gradients of a dtype, and amaxes of their groups."""
+    """An AdamW step on fp32 master weights, and the amaxes of their groups.
+
+    Attributes:
+        gradient: Data type of the gradients.
+        arch: Name of the architecture.
+        keeps_nan: As in ``AmaxConfig``.
+    """
 
     gradient: str
     arch: str = "sm_100a"
-    #: As ``AmaxConfig`` has it.
     keeps_nan: bool = False
 
-    #: The compiled function takes (master, *update, group_amax, num_sms).
+    #: The compiled function takes (master, *update, group_amax, num_sms), see ``adamw.Update``.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.adamw:AdamWKernel"
 
 
 @dataclasses.dataclass(frozen=True)
 class OffsetsConfig:
-    """End offsets of groups, ``"int32"`` or ``"int64"`` as their sizes."""
+    """End offsets of groups from their sizes.
+
+    Attributes:
+        splits: Data type of the sizes, ``"int32"`` or ``"int64"``.
+        out: Data type of the offsets.
+    """
 
     splits: str = "int64"
     out: str = "int32"
 
-    #: The compiled function takes (splits, out, multiplier): splits (G,), out (G,), and the
+    #: The compiled function takes (splits, out, multiplier). splits, out: (G,); multiplier: the
     #: factor of every offset.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.offsets:OffsetsKernel"
 
@@ -503,17 +545,19 @@ class OffsetsConfig:
 class DelayedConfig:
     """The update of delayed scaling.
 
-    With ``is_max`` scales follow from the largest amax of the history, else from the last one; with
-    ``takes_amax`` amaxes of the present step are given besides. With ``skip_nonfinite`` an amax
-    that is infinite or NaN counts as 0.
+    Attributes:
+        is_max: Compute scales from the largest amax of the history, else from the latest.
+        takes_amax: The amaxes of the present step are an input.
+        skip_nonfinite: An amax that is infinite or NaN counts as 0.
     """
 
     is_max: bool = True
     takes_amax: bool = False
     skip_nonfinite: bool = False
 
-    #: The compiled function takes (amax_history, scale, amax, largest): amax_history (L, n), scale
-    #: (n,) and amax (n,) fp32, None where not given, n not 0; largest, what amaxes are scaled to.
+    #: The compiled function takes (amax_history, scale, amax, largest). amax_history: (L, n) fp32.
+    #: scale, amax: (n,) fp32 with n > 0; amax is None unless ``takes_amax``. largest: the number
+    #: that amaxes are scaled to.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.delayed_scaling:DelayedKernel"
 
 
@@ -521,46 +565,39 @@ class DelayedConfig:
 class DbiasConfig:
     """Column sums of ragged groups.
 
-    With ``vectorized`` rows are a multiple of 16 bytes long and are read 16 bytes at a time;
-    otherwise element by element.
+    Attributes:
+        dtype: Data type of dy.
+        vectorized: Rows are a multiple of 16 bytes long and are read 16 bytes at a time; otherwise
+            element by element.
     """
 
     dtype: str
     vectorized: bool = True
 
-    #: The compiled function takes (dy, offs, dbias, num_sms): dy (T, N) contiguous, offs (G,)
-    #: int32, dbias (G, N) fp32.
+    #: The compiled function takes (dy, offs, dbias, num_sms). dy: (T, N), contiguous. offs: (G,)
+    #: int32. dbias: (G, N) fp32.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.dbias:DbiasReducer"
 
     @property
     def columns_per_lane(self) -> int:
+        """Columns that a lane loads at once."""
         return 16 // DTYPE_BYTES[self.dtype] if self.vectorized else 1
-
-    @classmethod
-    def choose(cls, dtype: str, cols: int) -> DbiasConfig:
-        return cls(dtype, cols * DTYPE_BYTES[dtype] % 16 == 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class DequantizeConfig(CopyConfig):
-    """One copy of a quantized tensor, columnwise or rowwise, back to a plain one."""
+    """One copy of a quantized tensor, columnwise or rowwise, decoded to a plain tensor."""
 
     columnwise: bool = False
 
-    #: The compiled function takes (codes, scales, level, offs, out, fresh, num_sms): codes and
-    #: scales as the quantizers write them, rowwise or columnwise, no scales where blocks have none;
-    #: level (T,) fp32, or (G,): the amax, or scale_inv where the format keeps one, None where there
-    #: is no second level; offs (G,) int32, None when uniform; out (T, K) or (G, N, K) contiguous;
-    #: fresh, not 0 to write zeros to the tail.
+    #: The compiled function takes (codes, scales, global_scale, offs, out, fresh, num_sms).
+    #: ``codes``, ``scales``: as the quantizers write them; ``scales`` is None if blocks have none.
+    #: ``global_scale``: (T,) or (G,) fp32: the amax, or scale_inv if the format stores one; None
+    #: without a global scale. ``offs``: (G,) int32, None if uniform. ``out``: (T, K) or (G, N, K),
+    #: contiguous. ``fresh``: not 0 to write zeros to the tail.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.dequantize:Dequantizer"
 
-    @classmethod
-    def choose(
-        cls, fmt: Format, dtype: str, grouping: Grouping, columnwise: bool
-    ) -> DequantizeConfig:
-        """The configuration that reads a copy of ``fmt``; formats with equal bytes share one."""
-        return cls(fmt.for_decoding.for_direction(columnwise).text, dtype, grouping, columnwise)
-
     @property
-    def row_level(self) -> bool:
-        return _is_per_row(self.format, self.columnwise)
+    def has_row_scale(self) -> bool:
+        """True if the copy has a global scale per row."""
+        return _has_row_scale(self.format, self.columnwise)

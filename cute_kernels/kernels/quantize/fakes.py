@@ -14,7 +14,7 @@ from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, 
 from cute_kernels.layout.slots import TILE_ROWS
 
 from .config import K_MULTIPLE
-from .global_scales import LEVEL_RESULTS
+from .global_scales import GLOBAL_SCALE_BUFFERS
 from .prologue import Prologue
 
 #: 32-byte vector stores; torch aligns its allocations to 64 bytes or more.
@@ -88,7 +88,7 @@ class FakeBuffers:
         """
         level = self.fmt.global_scale
         kept = () if level is None else level.buffers
-        made = [name in kept for name in LEVEL_RESULTS] + [self.fmt.has_given_scale]
+        made = [name in kept for name in GLOBAL_SCALE_BUFFERS] + [self.fmt.has_given_scale]
         return tuple(self.level() if is_made else None for is_made in made)
 
     def codes(self) -> Any:

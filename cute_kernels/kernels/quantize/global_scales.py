@@ -6,10 +6,10 @@ from cutlass import Int32, cute
 from cute_kernels.device.codecs import Codec
 
 #: What the second level of some format keeps besides amaxes, in the order of kernels' arguments.
-LEVEL_RESULTS = ("scale_inv", "scale")
+GLOBAL_SCALE_BUFFERS = ("scale_inv", "scale")
 
 
-class LevelWriter:
+class GlobalScaleWriter:
     """Writes the numbers that groups keep of their second level, those of empty groups too."""
 
     def __init__(self, codec: Codec):
@@ -27,7 +27,7 @@ class LevelWriter:
         """Write them, (G,) fp32 each, if the format keeps any; which of ``num_threads`` this is
         says ``thread``.
         """
-        if cutlass.const_expr(len(self.codec.level_names) > 0):
+        if cutlass.const_expr(len(self.codec.global_scale_names) > 0):
             for group in cutlass.range(thread, amax.shape[0], num_threads, unroll=1):
                 self.write_group(amax, scale_inv, scale, group)
 
@@ -38,7 +38,7 @@ class LevelWriter:
         scale: cute.Tensor | None,
         group: Int32,
     ) -> None:
-        results = dict(zip(LEVEL_RESULTS, (scale_inv, scale), strict=True))
-        numbers = self.codec.level_results(self.codec.global_scale(amax[group]))
-        for name, number in zip(self.codec.level_names, numbers, strict=True):
+        results = dict(zip(GLOBAL_SCALE_BUFFERS, (scale_inv, scale), strict=True))
+        numbers = self.codec.global_scale_outputs(self.codec.global_scale(amax[group]))
+        for name, number in zip(self.codec.global_scale_names, numbers, strict=True):
             results[name][group] = number

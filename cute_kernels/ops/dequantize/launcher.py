@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...kernels.quantize.config import (
-    DequantizeConfig,
-    Grouping,
-)
+from ...kernels.quantize.choose import choose_dequantize_config
+from ...kernels.quantize.config import Grouping
 from ...layout.buffers import code_pitch
 from ...layout.shapes import PITCH_ALIGNMENT
+from ...runtime.allocator import ALIGNMENT
 from ...runtime.launch import Launcher
-from ..arguments import ALIGNMENT, dense, dtype_name, readable
+from ..arguments import dense, dtype_name, readable
 from ..op import launched_by
 from ..plan import Runner
 from ..quantize.launcher import (
@@ -41,7 +40,7 @@ def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
     fmt = op.record
     grouping: Grouping = "uniform" if op.offs is None else "ragged"
     kernel = launch.kernel(
-        DequantizeConfig.choose(fmt, dtype_name(op.dtype), grouping, op.columnwise)
+        choose_dequantize_config(fmt, dtype_name(op.dtype), grouping, op.columnwise)
     )
     has_scales, has_level = fmt.scale is not None, fmt.global_scale is not None
 

@@ -11,14 +11,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...capability import UnsupportedError
-from ...kernels.gemm.choose import choose_config
+from ...kernels.gemm.choose import choose_config, preferred_tiles, split_launches
+from ...kernels.gemm.common.config import GemmConfig
 from ...kernels.gemm.common.operand_kinds import operand_of
-from ...kernels.gemm.common.problem import GemmConfig, GemmProblem, TileShape
+from ...kernels.gemm.common.problem import GemmProblem, TileShape
+from ...kernels.gemm.sm90.choose import prefers_activation
 from ...kernels.gemm.sm90.config import Sm90GemmConfig
 from ...kernels.gemm.sm100.config import Sm100GemmConfig
 from ...kernels.gemm.variants import CONFIGS
 from ...layout.shapes import PITCH_ALIGNMENT
+from ...records import UnsupportedError
 from ...runtime.allocator import Allocator
 from ...runtime.launch import Launcher
 from ...runtime.plan_cache import clear_plan_cache
@@ -34,8 +36,6 @@ from .operands_sm90 import sm90_preparation, values_config
 from .operands_sm100 import sm100_preparation
 
 _forced: list[TileShape] = []
-#: Rows of a group: see ``activates``.
-_MANY_ROWS = 1024
 
 
 @contextlib.contextmanager
@@ -125,23 +125,22 @@ def _m_grouped(op: MGrouped, arch: str) -> tuple[GemmConfig, GemmProblem]:
 
 
 def activates(op: MGrouped, arch: str, quantizer: bool) -> bool:
-    """Whether a kernel takes products like ``op``, of which only formats, dtypes and shapes are
-    looked at.
+    """Return True if a kernel should apply the activation in the epilogue of products like ``op``.
 
-    With ``quantizer``, one that could activate as well comes after it. Then it has to pay, too,
-    which it does but for codes that are decoded and few rows: epilogues take the memory of a stage.
-    Layers of DeepSeek-V3's experts with 128 and 512 rows each took 10 and 7% more, of Qwen3's with
-    256 2% more and with 2048 9% less; in FP8Block 1% more to 9% less (H200). Results are quantized
-    where that was timed.
+    Only formats, dtypes and shapes of ``op`` count. There must be a kernel that can compute the
+    product, and the architecture must prefer it, see ``sm90.choose.prefers_activation``.
+
+    Args:
+        op: The product with its activation.
+        arch: Architecture of the kernels.
+        quantizer: True if a quantizer follows that could apply the activation as well.
     """
     if decodes_first(op, arch):
         op = dataclasses.replace(cast("MGroupedGemm", op), b=op.b.to(op.a.dtype), b_format=None)
     base, problem = _m_grouped(op, arch)
-    if isinstance(base, Sm90GemmConfig):
-        is_short = quantizer and base.is_decoded and op.num_rows < _MANY_ROWS
-        if is_short or base.result is not None and not base.kind.has_row_scales:
-            return False
-    tiles = filter(base.may_choose, base.tile_shapes)
+    if isinstance(base, Sm90GemmConfig) and not prefers_activation(base, op.num_rows, quantizer):
+        return False
+    tiles = preferred_tiles(base)
     return any(dataclasses.replace(base, tile=tile).can_implement(problem) for tile in tiles)
 
 
@@ -233,7 +232,9 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
     is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
     keeps_z, is_quantized = config.keeps_z, config.quantizes_to is not None
-    parts = (config,) if _forced else config.parts(problem, launch.num_sms, launch.bandwidth)
+    parts = (
+        (config,) if _forced else split_launches(config, problem, launch.num_sms, launch.bandwidth)
+    )
 
     @functools.cache
     def kernels(accumulate: bool, zero_tail: bool) -> list[Callable[..., object]]:

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...kernels.gemm.common.problem import GemmConfig
+from ...kernels.gemm.common.config import GemmConfig
 from ...kernels.gemm.sm90.config import Sm90GemmConfig
 from ...kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from ...kernels.quantize.config import AmaxConfig, RowsConfig, TokenValuesConfig, ValuesConfig
@@ -121,7 +121,7 @@ def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
         values, amax = workspace.make()
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
-        index = dense(a[2] if config.by_token else a[1])
+        index = dense(a[2] if config.reads_tokens else a[1])
         kernel(x, index, offs, amax, values, None, None, None, launch.num_sms)
         return (values, None, amax), b
 

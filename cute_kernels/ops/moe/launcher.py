@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...kernels.moe.choose import choose_routing_config
 from ...kernels.moe.config import (
     ActivateConfig,
     CombineConfig,
     RouterConfig,
     RouterGradientConfig,
-    RoutingConfig,
 )
 from ...kernels.quantize.config import GradientConfig
 from ...layout.buffers import BufferSpec
@@ -43,7 +43,7 @@ MOST_EXPERTS = 1024
 def compute_routing(op: ComputeRouting, launch: Launcher) -> Runner:
     if not op.expert_ids.numel():
         return lambda op, outputs: outputs[0].zero_()
-    config = RoutingConfig.choose(dtype_name(op.expert_ids.dtype), op.expert_ids.numel())
+    config = choose_routing_config(dtype_name(op.expert_ids.dtype), op.expert_ids.numel())
     kernel, top_k = launch.kernel(config), op.expert_ids.shape[1]
 
     def run(op: ComputeRouting, outputs: Sequence[Tensor]) -> None:

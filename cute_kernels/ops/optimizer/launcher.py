@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ...kernels.quantize.choose import choose_tile_config
 from ...kernels.quantize.config import (
     AdamWConfig,
     AdamWTileConfig,
@@ -31,8 +32,16 @@ def adamw_quantize(op: AdamWQuantize, launch: Launcher) -> Runner:
         return lambda op, outputs: empty(op.quantize(op.master), outputs[3:])
     names, after = tuple(like.specs()), None
     if fmt.global_scale is None or fmt.has_given_scale:
-        facts = {"rowwise": op.rowwise, "columnwise": op.columnwise, "gradient": gradient}
-        kernel = launch.kernel(AdamWTileConfig.choose(fmt, quantized(like), launch.arch, **facts))
+        config = choose_tile_config(
+            fmt,
+            quantized(like),
+            launch.arch,
+            AdamWTileConfig,
+            rowwise=op.rowwise,
+            columnwise=op.columnwise,
+            gradient=gradient,
+        )
+        kernel = launch.kernel(config)
     else:
         kernel = launch.kernel(AdamWConfig(gradient, launch.arch, fmt.amaxes_keep_nan))
         after = quantize(op.quantize(op.master, op.master.new_empty(op.master.shape[0])), launch)

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from ...formats import Format
+from ...kernels.quantize.choose import choose_row_config, choose_tile_config, prefers_rows
 from ...kernels.quantize.config import (
     AmaxConfig,
     QuantizeProblem,
     RowsConfig,
-    TileConfig,
     TokensConfig,
 )
 from ...kernels.quantize.prologue import Prologue
 from ...layout.buffers import BufferSpec, code_pitch
 from ...layout.shapes import PITCH_ALIGNMENT
 from ...reference.codecs import codec_of
-from ...runtime.allocator import Allocator
+from ...runtime.allocator import ALIGNMENT, Allocator
 from ...runtime.launch import Launcher
 from ..activation_prologue import result_columns
-from ..arguments import ALIGNMENT, dense, dtype_name, readable
+from ..arguments import dense, dtype_name, readable
 from ..gather_rows import by_token, gatherer
 from ..op import launched_by
 from ..plan import Runner
@@ -111,7 +111,7 @@ def quantize(op: GroupedQuantize, launch: Launcher, drawn: tuple[int, int] | Non
         rows = choose_rows(op, problem, launch, RowsConfig, TokensConfig)
         computes_first = op.rows is not None and rows.takes_amax and op.amax is None
         if (
-            (rows.is_preferred or op.rows is not None)
+            (prefers_rows(rows) or op.rows is not None)
             and not computes_first
             and rows.can_implement(problem)
         ):
@@ -130,10 +130,10 @@ def choose_rows(
     others.
     """
     if by_token(op.inverse):
-        config = tokens.choose(op.record, problem, launch.arch)
+        config = choose_row_config(op.record, problem, launch.arch, tokens)
         if config.can_implement(problem):
             return config
-    return kind.choose(op.record, problem, launch.arch)
+    return choose_row_config(op.record, problem, launch.arch, kind)
 
 
 def _gathered_first(op: GroupedQuantize, launch: Launcher) -> Runner:
@@ -186,7 +186,7 @@ def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
 
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
         out = dict(zip(names, outputs, strict=True))
-        inputs, amax = _inputs(op, config.by_token), out.get("amax")
+        inputs, amax = _inputs(op, config.reads_tokens), out.get("amax")
         if amax_kernel is not None:
             amax_kernel(*inputs[::2], None, amax, launch.num_sms)
         elif takes_amax and op.amax is not None:
@@ -205,7 +205,7 @@ def _tiles(
     drawn: tuple[int, int] | None,
 ) -> Runner:
     """Amaxes first where they are not given, then all copies from one read."""
-    config = TileConfig.choose(
+    config = choose_tile_config(
         fmt,
         problem,
         launch.arch,
@@ -221,7 +221,7 @@ def _tiles(
         config = replace(config, is_member=True)
     kernel = launch.kernel(config)
     by_row, row_kernel, names = config.uses_row_amax, None, tuple(op.specs())
-    has_own = config.has_own_columns
+    has_own = config.has_column_amax
     if by_row and op.amax is not None:
         row_kernel = launch.kernel(
             AmaxConfig(

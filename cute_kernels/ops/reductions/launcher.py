@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...kernels.quantize.choose import choose_dbias_config
 from ...kernels.quantize.config import (
     AmaxConfig,
-    DbiasConfig,
     OffsetsConfig,
 )
 from ...runtime.launch import Launcher
@@ -54,7 +54,7 @@ def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
 def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
     if not op.dy.numel():
         return write_zeros
-    kernel = launch.kernel(DbiasConfig.choose(dtype_name(op.dy.dtype), op.dy.shape[-1]))
+    kernel = launch.kernel(choose_dbias_config(dtype_name(op.dy.dtype), op.dy.shape[-1]))
 
     def run(op: GroupedDbias, outputs: Sequence[Tensor]) -> None:
         kernel(readable(op.dy), dense(op.offs), outputs[0], launch.num_sms)

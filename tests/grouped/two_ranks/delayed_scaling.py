@@ -15,7 +15,7 @@ from tests.helpers import (
     assert_all_same,
     assert_same_buffers,
     assert_same_bytes,
-    whole_graph,
+    compile_full_graph,
 )
 
 from .models import gather
@@ -61,7 +61,7 @@ def delayed_scaling_layers():
     for i in range(3):
         x = (torch.randn(20, 32) * 4.0 ** (i - world.rank)).bfloat16()
         leaves = [x.clone().requires_grad_() for _ in range(2)]
-        for leaf, run in zip(leaves, (module, whole_graph(compiled)), strict=True):
+        for leaf, run in zip(leaves, (module, compile_full_graph(compiled)), strict=True):
             y = run(leaf, [20, 20] if world.rank else [8, 20])
             y.backward(torch.full_like(y, 2.0 ** (i + world.rank)))
         assert_same_bytes(leaves[0].grad, leaves[1].grad)

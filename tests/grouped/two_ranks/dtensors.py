@@ -12,7 +12,7 @@ import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear
 from tests.grouped.cases import EVERY_FORMAT, assert_same_tensor
-from tests.helpers import BF16, assert_same_bytes, seeded
+from tests.helpers import BF16, assert_same_bytes, seeded_generator
 
 from .models import (
     GROUPS,
@@ -56,7 +56,9 @@ def dtensor_weights():
         if fmt.global_scale is not None and fmt.global_scale.per == "row":
             continue
         cols = 64 if fmt.k_multiple > 16 else K
-        yield grouped.quantize(torch.randn(3, N, cols, generator=seeded(1)), fmt, columnwise=True)
+        yield grouped.quantize(
+            torch.randn(3, N, cols, generator=seeded_generator(1)), fmt, columnwise=True
+        )
 
 
 @check

@@ -263,11 +263,11 @@ def unsupported_expert_parallel_modules():
         ExpertParallel()(mixture(recipes.BF16()))
     with pytest.raises(ValueError, match="must be a multiple of the mesh's 2"):
         parallel(MoE(H, I, 3, 2))
-    with pytest.raises(ValueError, match="spread over processes already"):
+    with pytest.raises(ValueError, match="already distributed"):
         parallel(parallel(mixture(recipes.BF16())))
     with pytest.raises(ValueError, match="single_parameter=True"):
         parallel(MoE(H, I, 4, 2, single_parameter=False))
-    with pytest.raises(ValueError, match="keeps scales of all experts"):
+    with pytest.raises(ValueError, match="has the scales of all experts"):
         parallel(mixture(recipes.FP8Delayed()))
     with pytest.raises(TypeError, match="experts of torchtitan"):
         parallel(nn.Linear(2, 2))

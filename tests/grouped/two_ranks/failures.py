@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from grouped.functional.experts import compute_routing
-from grouped.parallel.expert_parallel import Exchange
+from grouped.parallel import Exchange
 
 from .runner import check, leave, world
 
@@ -28,7 +28,7 @@ def a_missing_rank_raises():
         start = time.perf_counter()
         routing = compute_routing(torch.tensor([[0, 2]]), 4)
         with pytest.raises(RuntimeError, match="one of them is gone, or did not come before"):
-            exchange.places(routing, torch.ones(1, 2))
+            exchange.plan(routing, torch.ones(1, 2))
         assert time.perf_counter() - start < 20
         if group is late:
             dist.barrier()

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, MoE
-from tests.helpers import BF16, assert_same_bytes, seeded
+from tests.helpers import BF16, assert_same_bytes, seeded_generator
 
 from .runner import world
 
@@ -24,7 +24,7 @@ H, I, TOKENS = 128, 128, (9, 7)  # noqa: E741
 
 
 def plain_weight(shift=0.0, groups=GROUPS):
-    return torch.randn(groups, N, K, generator=seeded(7)).bfloat16() + shift
+    return torch.randn(groups, N, K, generator=seeded_generator(7)).bfloat16() + shift
 
 
 def quantized(fmt=None, shift=0.0, groups=GROUPS):
@@ -34,7 +34,7 @@ def quantized(fmt=None, shift=0.0, groups=GROUPS):
 
 def layer_input():
     """Return x: (10, K), bfloat16, equal on both ranks."""
-    return torch.randn(10, K, generator=seeded(9)).bfloat16().requires_grad_()
+    return torch.randn(10, K, generator=seeded_generator(9)).bfloat16().requires_grad_()
 
 
 def linear_layer(fmt, recipe, train):
@@ -68,7 +68,7 @@ def quantize_experts(moe, train=False):
 
 def tokens():
     """Return the tokens of both ranks: (16, H), bfloat16."""
-    x = torch.randn(sum(TOKENS), H, generator=seeded(11)).bfloat16()
+    x = torch.randn(sum(TOKENS), H, generator=seeded_generator(11)).bfloat16()
     return x.requires_grad_()
 
 

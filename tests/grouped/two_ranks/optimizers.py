@@ -18,7 +18,7 @@ from cute_kernels import backend
 from grouped import recipes
 from grouped.parallel.expert_parallel import ExpertParallel, ExpertTensorParallel
 from tests.grouped.cases import assert_same_tensor
-from tests.helpers import BF16, assert_same_bytes, seeded
+from tests.helpers import BF16, assert_same_bytes, seeded_generator
 
 from .models import (
     OFFS,
@@ -150,7 +150,7 @@ def clipping_and_steps_of_all_parameters():
         want = gradient_norm(single)
         for norm in (
             torch.nn.utils.clip_grad_norm_(moe.parameters(), 1e9).full_tensor(),
-            grouped.distributed.clip_grad_norm_(moe.parameters(), want.item() / 2),
+            grouped.parallel.clip_grad_norm_(moe.parameters(), want.item() / 2),
         ):
             assert (norm - want).abs() < 0.01 * want
         assert (gradient_norm(moe) - want / 2).abs() < 0.01 * want
@@ -178,7 +178,7 @@ def clipping_over_several_meshes():
             fully_shard(model[1].experts, mesh=mesh["dp"])
             fully_shard(model, mesh=mesh["dp", "ep"]._flatten("all"))
         for p, q in zip(model.parameters(), single.parameters(), strict=True):
-            q.grad = torch.randn(q.shape, generator=seeded(q.numel())).bfloat16()
+            q.grad = torch.randn(q.shape, generator=seeded_generator(q.numel())).bfloat16()
             p.grad = q.grad.clone()
             if isinstance(p, DTensor):
                 p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements, src_data_rank=None)
@@ -189,10 +189,10 @@ def clipping_over_several_meshes():
             torch.inf: max(p.grad.abs().max() for p in single.parameters()),
         }
         for order, want in norms.items():
-            norm = grouped.distributed.clip_grad_norm_(model.parameters(), 1e9, order)
+            norm = grouped.parallel.clip_grad_norm_(model.parameters(), 1e9, order)
             assert type(norm) is torch.Tensor and (norm - want).abs() < 0.01 * want
-        grouped.distributed.clip_grad_norm_(model.parameters(), 1.0)
+        grouped.parallel.clip_grad_norm_(model.parameters(), 1.0)
         assert (gradient_norm(model) - 1).abs() < 0.01
         model[1].router.weight.grad *= torch.inf
         with pytest.raises(RuntimeError, match="cannot be clipped"):
-            grouped.distributed.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            grouped.parallel.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)

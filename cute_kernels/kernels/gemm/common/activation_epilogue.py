@@ -10,9 +10,9 @@ from cute_kernels.device.activation_curves import activated_by_magnitude
 from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.ptx import asm, asm_volatile
 
+from .config import GemmConfig
 from .operand_kinds import DTYPE_BYTES
 from .output_store import VECTOR_BYTES, EpilogueTensors, out_offset
-from .problem import GemmConfig
 
 
 def load_if(

@@ -13,8 +13,9 @@ from cute_kernels.device.launch import DSL_TYPES, compact
 from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
 from cute_kernels.layout.slots import TILE_ROWS
 
+from .config import GemmConfig
 from .operand_kinds import OperandKind, operand_of
-from .problem import N_ALIGN, GemmArguments, GemmConfig
+from .problem import N_ALIGN, GemmArguments
 from .views import codes_type
 
 

@@ -8,7 +8,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.layout.shapes import SF_TILE_ROWS
 
-from .problem import RAGGED_ROWS, GemmConfig
+from .config import GemmConfig
+from .problem import RAGGED_ROWS
 from .scheduler import TileReader, WorkTile
 
 #: Stages left to load of a tile when the next one is taken from a counter: others may need it

@@ -10,11 +10,12 @@ scales of rows those of squares.
 import dataclasses
 from typing import Literal
 
-from cute_kernels.capability import UnsupportedError, why_unsupported
+from cute_kernels.capability import why_unsupported
 from cute_kernels.device.constants import DTYPE_BYTES
 from cute_kernels.formats import FP8, MXFP8, NVFP4, BlockScale, Format, FP8Block
 from cute_kernels.formats.base import FP8_ELEMENTS
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
+from cute_kernels.records import UnsupportedError
 
 #: Bytes of K that one instruction contracts.
 _INSTRUCTION_BYTES = 32

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from .config import GemmConfig
 from .loader import TmaSource
-from .problem import GemmArguments, GemmConfig
+from .problem import GemmArguments
 from .views import output_view
 
 #: Bytes that a thread stores at once.

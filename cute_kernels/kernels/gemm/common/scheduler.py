@@ -25,7 +25,8 @@ from cute_kernels.device.groups import group_end, group_start, warp_scan
 from cute_kernels.device.ptx import asm_volatile
 from cute_kernels.layout.slots import TILE_ROWS, slot_tile
 
-from .problem import N_ALIGN, Extents, GemmConfig
+from .config import GemmConfig
+from .problem import N_ALIGN, Extents
 
 #: Words of a tile record.
 TILE_WORDS = 8

@@ -17,8 +17,9 @@ from cute_kernels.layout.shapes import (
 )
 from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
+from .config import GemmConfig
 from .operand_kinds import OperandKind
-from .problem import RAGGED_ROWS, Extents, GemmArguments, GemmConfig
+from .problem import RAGGED_ROWS, Extents, GemmArguments
 
 
 def element_type(kind: OperandKind) -> Any:

@@ -10,6 +10,7 @@ K as those of what is multiplied, which warps decode them to: see ``decode``.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,9 +23,10 @@ from cute_kernels.layout.shapes import (
     ceil_div,
 )
 
+from ..common.config import GemmConfig
 from ..common.operand_kinds import DTYPE_BYTES, OPERANDS, OperandKind
-from ..common.problem import GemmConfig, GemmGrouping, TileShape
-from . import cost_model as heuristics
+from ..common.problem import GemmGrouping, TileShape
+from ..common.rules import Rule
 
 #: Columns of tensor memory, and the rows of block scales that share one.
 TMEM_COLUMNS = 512
@@ -36,7 +38,7 @@ N_STEP = 8
 #: Rows of A that are loaded at a time where partial tiles have swapped operands.
 BOX_ROWS = 32
 #: Epilogue warps.
-_WARPS = 4
+EPILOGUE_WARPS = 4
 #: Rows and columns of the output that an epilogue warp with swapped operands handles at a time.
 SWAPPED_BLOCK = 32
 #: MMA instructions along K for one stage of shared memory: 128 bytes a row.
@@ -127,35 +129,48 @@ class Sm100GemmConfig(GemmConfig):
     arch: ClassVar[str] = "sm_100a"
     kernel: ClassVar[str] = "cute_kernels.kernels.gemm.sm100.kernel:Sm100Gemm"
     tile_shapes: ClassVar[tuple[TileShape, ...]] = SM100_TILES
-    estimated_cycles = heuristics.estimated_cycles
 
     @classmethod
     def any_tile(cls, grouping: GemmGrouping) -> Sm100Tile:
         return Sm100Tile(128, 128)
 
-    def refuses(self, tile: Sm100Tile) -> str:
-        if self.mma_kind.tcgen05 is None:
-            return f"there is no kernel for {self.operand} yet"
-        if self.codes and self.transpose_b:
-            return "codes that are decoded are contiguous along K"
-        if not all(codes.kind.is_decodable for codes in self.codes):
-            return "codes of four bits that are decoded have e4m3 scales of 16"
-        if len(self.codes) > 1 and tile.swap_partial and tile.num_ctas > 1:
-            return "rows of A that are decoded are not split by how many there are"
-        if tile.may_swap and self.grouping == "k_grouped":
-            return "only operands of an m_grouped product may be swapped"
-        if self.promotes and (tile.swap_partial or tile.n > _PROMOTED_N):
-            return f"sums of {self.operand} go to registers: no swap_partial, n <= {_PROMOTED_N}"
-        return ""
-
-    def may_choose(self, tile: Sm100Tile) -> bool:  # type: ignore[override]
-        """Whether the choice of a tile considers this one.
-
-        Instructions fit themselves to the rows of a group; tiles where they cannot multiply up to a
-        tile of rows for each that no group has, and have to be forced unless others have no blocks.
-        """
-        fits = tile.may_swap or self.grouping == "k_grouped" or len(self.codes) > 1
-        return (fits or self.promotes or self.sharing_warps > _WARPS) and self.takes(tile)
+    def tile_rules(self, tile: Sm100Tile) -> Iterator[Rule]:
+        yield Rule(
+            self.mma_kind.tcgen05 is not None,
+            "operand",
+            self.operand,
+            f"there is no kernel for {self.operand} yet",
+        )
+        yield Rule(
+            not (self.codes and self.transpose_b),
+            "transpose_b",
+            self.transpose_b,
+            "codes that are decoded are contiguous along K",
+        )
+        yield Rule(
+            all(codes.kind.is_decodable for codes in self.codes),
+            "b_operand",
+            self.b_operand,
+            "codes of four bits that are decoded have e4m3 scales of 16",
+        )
+        yield Rule(
+            len(self.codes) < 2 or not tile.swap_partial or tile.num_ctas == 1,
+            "swap_partial",
+            tile.swap_partial,
+            "rows of A that are decoded are not split between CTAs by how many there are",
+        )
+        yield Rule(
+            not tile.may_swap or self.grouping == "m_grouped",
+            "grouping",
+            self.grouping,
+            "only an m_grouped product can have swap_ab or swap_partial",
+        )
+        yield Rule(
+            not self.promotes or not tile.swap_partial and tile.n <= _PROMOTED_N,
+            "tile",
+            tile,
+            f"sums of {self.operand} go to registers: no swap_partial, n <= {_PROMOTED_N}",
+        )
 
     @property
     def sharing_warps(self) -> int:
@@ -178,7 +193,7 @@ class Sm100GemmConfig(GemmConfig):
         is_whole = tile.swap_ab or tile.n % columns == 0
         return (
             is_whole
-            and not (tile.may_swap and self.sharing_warps > _WARPS)
+            and not (tile.may_swap and self.sharing_warps > EPILOGUE_WARPS)
             and self.out_dtype != "float32"
         )
 
@@ -316,7 +331,9 @@ class Sm100GemmConfig(GemmConfig):
         """Shared memory for blocks of output on their way out."""
         if self.tile.swap_ab:
             amaxes = 2 * 4 * SWAPPED_BLOCK if self.sharing_warps > 1 else 0
-            return _WARPS * (SWAPPED_BLOCK * SWAPPED_BLOCK * DTYPE_BYTES[self.out_dtype] + amaxes)
+            return EPILOGUE_WARPS * (
+                SWAPPED_BLOCK * SWAPPED_BLOCK * DTYPE_BYTES[self.out_dtype] + amaxes
+            )
         return 128 * STORE_BYTES * self.num_store_stage
 
     @property

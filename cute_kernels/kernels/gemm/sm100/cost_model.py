@@ -7,14 +7,11 @@ measurements: they decide ties between tiles, never correctness.
 """
 
 import math
-from typing import TYPE_CHECKING
 
 from cute_kernels.layout.shapes import ceil_div
 
 from ..common.problem import GemmProblem
-
-if TYPE_CHECKING:
-    from .config import Sm100GemmConfig
+from .config import Sm100GemmConfig
 
 #: Multiply-adds of FP4 that one SM does in a cycle: 9 PFLOP/s over 148 SMs at 1.85 GHz.
 _FP4_MACS_PER_CYCLE = 16384
@@ -27,7 +24,7 @@ _FILL_CYCLES = 2000
 
 
 def estimated_cycles(
-    config: "Sm100GemmConfig", problem: GemmProblem, num_sms: int, bandwidth: float | None = None
+    config: Sm100GemmConfig, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
 ) -> float:
     # Not of memory: what a tile loads comes from L2 here.
     tile, kind = config.tile, config.mma_kind

@@ -125,7 +125,7 @@ class Sm100Gemm:
         """
         config, layouts = self.config, Layouts(self.config)
         x, stream = GemmArguments(*args[:-1]), args[-1]
-        m, n, m_scales, n_scales = x.in_order(config)
+        m, n, m_scales, n_scales = x.in_order(config.tile.swap_ab)
         operands, depth = (m, n), None
         if const_expr(config.grouping == "m_grouped"):
             # B may be padded along K, A never is.

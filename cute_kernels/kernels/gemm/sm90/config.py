@@ -20,23 +20,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from cute_kernels.capability import Support
-from cute_kernels.kernels.gemm.common.operand_kinds import DTYPE_BYTES, OPERANDS
-from cute_kernels.kernels.gemm.common.problem import (
-    N_ALIGN,
-    GemmConfig,
-    GemmGrouping,
-    GemmProblem,
-    RowPart,
-    TileShape,
-)
 from cute_kernels.layout.lane_chunks import DECODED_SCALE
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS
 
-from . import cost_model as heuristics
-from .split_launches import parts_of
+from ..common.config import GemmConfig
+from ..common.operand_kinds import DTYPE_BYTES, OPERANDS
+from ..common.problem import N_ALIGN, GemmGrouping, GemmProblem, RowPart, TileShape
+from ..common.rules import Rule
 
 #: Bytes along K of one stage: one swizzle atom. Where operand M is decoded a stage has a piece that
 #: the lanes of a quad read at once, see ``decode``, and two of them in tiles of up to
@@ -47,16 +40,16 @@ _LONG_STAGE_N = 16
 #: Columns up to which a tile's instructions are short beside what a group of them costs.
 _SHORT_N = 64
 #: Columns of a tile between those of narrow and wide ones, for what is decoded.
-_DECODED_N = 96
+DECODED_N = 96
 #: Rows of tiles of which those of groups of one tile, and of several, are multiplied by turns.
 _MIXED_ROWS = 128
 #: Columns above which two warpgroups ping-pong: one multiplies while the other stores.
-_WIDE_N = 128
+WIDE_N = 128
 #: Columns of instructions of wider fitted tiles: groups of 64, 128, 256 and 512 rows by lot take 3,
 #: 20, 13 and 7% less than in tiles of 128, even ones as much (H200).
 _FITTED_N = (64, 96, 128, 144, 160)
 #: Those of a tile that is staged whole, beside three stages of operands.
-_STAGED_N = 144
+STAGED_N = 144
 #: Columns whose partial sums a warpgroup holds at a time, beside all sums in fp32.
 _PARTIAL_N = 128
 #: Row scales that TMA copies for a stage at least: 128 bytes, so that each stage's are aligned.
@@ -95,10 +88,17 @@ class Sm90Tile(TileShape):
         return self.m * self.num_ctas
 
 
+def balances_rows(tile: Sm90Tile) -> bool:
+    """Return True if the rows of a group are spread evenly over tiles of this shape."""
+    return tile.fitted and tile.n > WIDE_N
+
+
 SM90_TILES = (
     Sm90Tile(256, 8, swap_ab=True, consumers=4),
     Sm90Tile(256, 16, swap_ab=True, consumers=4),
     Sm90Tile(256, 32, swap_ab=True, consumers=4),
+    # For a router's logits: 512 tokens of 7168 to 32 experts take 17 us, in tiles of 256 x 8 they
+    # take 74 us (H200).
     Sm90Tile(64, 32, swap_ab=True, consumers=1),
     Sm90Tile(256, 64, swap_ab=True, consumers=4),
     Sm90Tile(256, 32, swap_ab=True, consumers=4, fitted=True),
@@ -137,83 +137,141 @@ class Sm90GemmConfig(GemmConfig):
     arch: ClassVar[str] = "sm_90a"
     kernel: ClassVar[str] = "cute_kernels.kernels.gemm.sm90.kernel:Sm90Gemm"
     tile_shapes: ClassVar[tuple[TileShape, ...]] = SM90_TILES
-    estimated_cycles = heuristics.estimated_cycles
-    parts = parts_of
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.decoded_to is not None:
-            raise ValueError(f"{self.operand} is not multiplied by {self.b_operand}")
+    def field_rules(self) -> Iterator[Rule]:
+        yield from super().field_rules()
+        yield Rule(
+            self.decoded_to is None,
+            "b_operand",
+            self.b_operand,
+            f"{self.operand} is not multiplied by {self.b_operand}",
+        )
         if self.activations is not None:
-            if self.activations not in DECODED_SCALE:
-                kinds = " or ".join(DECODED_SCALE)
-                raise ValueError(f"activations must be {kinds}, got {self.activations!r}")
-            if not self.is_decoded or self.grouping != "m_grouped" or self.row_scaled:
-                raise ValueError("activations need FP4 weights of an m_grouped product")
-        if self.prepacked and not (self.multiplied == "float16" and self.grouping == "m_grouped"):
-            raise ValueError("only FP4 weights that are decoded to fp16 can be prepacked")
-        if self.split and (not self.kind.has_short_sums or self.kind.has_row_scales):
-            raise ValueError(f"sums of {self.operand} are not split")
+            yield Rule(
+                self.activations in DECODED_SCALE,
+                "activations",
+                self.activations,
+                f"activations must be {' or '.join(DECODED_SCALE)}",
+            )
+            yield Rule(
+                self.is_decoded and self.grouping == "m_grouped" and not self.row_scaled,
+                "activations",
+                self.activations,
+                "activations need FP4 weights of an m_grouped product without row_scaled",
+            )
+        yield Rule(
+            not self.prepacked or self.multiplied == "float16" and self.grouping == "m_grouped",
+            "prepacked",
+            self.prepacked,
+            "only FP4 weights of an m_grouped product that are decoded to fp16 can be prepacked",
+        )
+        yield Rule(
+            not self.split or self.kind.has_short_sums and not self.kind.has_row_scales,
+            "split",
+            self.split,
+            f"sums of {self.operand} are not split",
+        )
         if self.part is not None:
-            if self.grouping != "m_grouped":
-                raise ValueError("only an m_grouped product has parts")
+            yield Rule(
+                self.grouping == "m_grouped",
+                "part",
+                self.part,
+                "only an m_grouped product can be split by rows",
+            )
             rows = self.part.chunk if self.part.most == self.part.chunk else self.part.most
-            if self.tile.rows < rows or self.tile.rows > self.part.chunk:
-                raise ValueError(f"tiles of {self.tile.rows} rows cannot be those of {self.part}")
+            yield Rule(
+                rows <= self.tile.rows <= self.part.chunk,
+                "part",
+                self.part,
+                f"tiles of {self.tile.rows} rows cannot hold the row tiles of this range",
+            )
 
     @classmethod
     def any_tile(cls, grouping: GemmGrouping) -> Sm90Tile:
         return Sm90Tile(128, 128, swap_ab=grouping == "m_grouped")
 
-    def refuses(self, tile: Sm90Tile) -> str:
+    def tile_rules(self, tile: Sm90Tile) -> Iterator[Rule]:
+        yield from self._built_rules(tile)
+        yield from self._capacity_rules(tile)
+
+    def _built_rules(self, tile: Sm90Tile) -> Iterator[Rule]:
+        """Yield the rules of what the kernel has code for."""
         is_scaled = self.kind.is_block_scaled and not self.kind.has_row_scales
-        if not self.kind.is_decodable or is_scaled and not self.is_decoded:
-            return f"there is no kernel for {self.operand} yet"
-        if tile.m == WARPGROUP_M and (
-            not self.kind.is_wgmma or self.kind.has_short_sums or self.gathered or self.activation
-        ):
-            # For a router's logits: 512 tokens of 7168 to 32 experts take 17 us, in tiles of 256 x
-            # 8 74 (H200).
-            return "a warpgroup alone has plain operands"
-        if tile.swap_ab and self.grouping == "k_grouped":
-            return "only operands of an m_grouped product are swapped"
+        yield Rule(
+            self.kind.is_decodable and (self.is_decoded or not is_scaled),
+            "operand",
+            self.operand,
+            f"there is no kernel for {self.operand} yet",
+        )
+        has_options = self.gathered or self.activation is not None
+        yield Rule(
+            tile.m > WARPGROUP_M
+            or self.kind.is_wgmma
+            and not (self.kind.has_short_sums or has_options),
+            "m",
+            tile.m,
+            "a single warpgroup multiplies plain operands, neither gathered nor activated",
+        )
+        yield Rule(
+            not tile.swap_ab or self.grouping == "m_grouped",
+            "swap_ab",
+            tile.swap_ab,
+            "only an m_grouped product can have swap_ab",
+        )
         if not self.kind.has_short_sums:
-            if not tile.swap_ab and self.grouping == "m_grouped":
-                return f"operands of an m_grouped product of {self.operand} are swapped"
-            if not tile.swap_ab and tile.num_ctas > 1:
-                return f"CTAs share operands of {self.operand} that are swapped"
-        if not self.gathered and (tile.m, tile.n, tile.num_ctas) == (256, 128, 1):
-            return "only products with a warpgroup that gathers have this tile"
-        if self.gathered and (tile.num_ctas > 1 or tile.consumers == 2 and tile.n > _FITTED_N[-1]):
-            # A CTA gathers all of its rows. And as with an activation, see below.
-            return f"products of rows by an index have one CTA, and instructions of at most {_FITTED_N[-1]} columns"
-        if self.is_decoded and tile.swap_ab and tile.n > _WIDE_N:
-            # 3 to 5% slower than 256 x 128 at 512 and 4096 rows a group (H200).
-            return f"operands that are decoded have at most {_WIDE_N} columns"
-        if self.promotes and tile.m != tile.consumers * WARPGROUP_M:
-            return "there are no registers for sums and partial sums of two instructions along M"
-        if self.activation is not None and tile.n > _FITTED_N[-1] and not self.promotes:
-            # With a warpgroup more ptxas has 128 registers for an instruction, and its sums take as
-            # many.
-            return (
-                f"products with an activation have instructions of at most {_FITTED_N[-1]} columns"
+            yield Rule(
+                tile.swap_ab or self.grouping == "k_grouped",
+                "swap_ab",
+                tile.swap_ab,
+                f"an m_grouped product of {self.operand} must have swap_ab",
             )
-        if tile.fitted and tile.n > _WIDE_N:
-            is_staged = (
-                self.activation is not None and self.out_dtype != "float32" and not self.gathered
+            yield Rule(
+                tile.swap_ab or tile.num_ctas == 1,
+                "num_ctas",
+                tile.num_ctas,
+                f"CTAs share operands of {self.operand} only with swap_ab",
             )
-            if (tile.n == _STAGED_N) != is_staged:
-                return "a tile of which all is staged has fewer columns"
-            if self.kind.has_short_sums and (self.activation is not None or self.gathered):
-                # Never timed. FP8Block took 15 to 40% more in such tiles of 128 rows (H200).
-                return f"plain products of {self.operand} alone spread rows"
-        if self.activation is not None and self.promotes and tile.num_ctas > 1:
-            # 128 x 256 alone: 320 us where two CTAs took 403, which wait for each other's stages
-            # (H200).
-            return "CTAs that promote and activate share nothing"
-        if not self.is_decoded and (tile.fitted and tile.n <= _WIDE_N or tile.n == _DECODED_N):
-            return "only products of operands that are decoded have this tile"
-        return ""
+        yield Rule(
+            not self.gathered or tile.num_ctas == 1,
+            "num_ctas",
+            tile.num_ctas,
+            "a CTA that gathers rows must gather all of its rows itself",
+        )
+
+    def _capacity_rules(self, tile: Sm90Tile) -> Iterator[Rule]:
+        """Yield the rules of what registers and shared memory can hold."""
+        columns = _FITTED_N[-1]
+        # A third warpgroup, which gathers or activates, leaves 128 registers to each thread. The
+        # sums of a wider instruction alone would take as many.
+        yield Rule(
+            not self.gathered or tile.consumers != 2 or tile.n <= columns,
+            "n",
+            tile.n,
+            f"products that gather rows have instructions of at most {columns} columns",
+        )
+        yield Rule(
+            not self.promotes or tile.m == tile.consumers * WARPGROUP_M,
+            "m",
+            tile.m,
+            "there are no registers for sums and partial sums of two instructions along M",
+        )
+        yield Rule(
+            self.activation is None or self.promotes or tile.n <= columns,
+            "n",
+            tile.n,
+            f"products with an activation have instructions of at most {columns} columns",
+        )
+        yield Rule(
+            tile.n <= STAGED_N or not (balances_rows(tile) and self.stages_whole_tile),
+            "n",
+            tile.n,
+            f"a tile that is staged whole has at most {STAGED_N} columns",
+        )
+
+    @property
+    def stages_whole_tile(self) -> bool:
+        """True if shared memory holds the activated output of a whole tile."""
+        return self.activation is not None and self.out_dtype != "float32" and not self.gathered
 
     def has_blocks(self, tile: Any) -> bool:
         if self.result is None:
@@ -222,12 +280,14 @@ class Sm90GemmConfig(GemmConfig):
         is_whole = tile.cols == 4 * WARPGROUP_M and tile.swap_ab == (tile.consumers == 4)
         return is_whole and self.out_dtype != "float32"
 
-    def can_implement(self, problem: GemmProblem) -> Support:
-        if self.is_decoded and self.pairs_rows and self.tile.m < 2 * SF_TILE_ROWS:
-            return Support(
-                False, "a tile must have whole tiles of block scales of both halves of B"
-            )
-        return super().can_implement(problem)
+    def problem_rules(self, problem: GemmProblem) -> Iterator[Rule]:
+        yield Rule(
+            not (self.is_decoded and self.pairs_rows) or self.tile.m >= 2 * SF_TILE_ROWS,
+            "m",
+            self.tile.m,
+            "a tile must have whole tiles of block scales of both halves of B",
+        )
+        yield from super().problem_rules(problem)
 
     @property
     def rows_taken(self) -> RowPart:
@@ -246,7 +306,7 @@ class Sm90GemmConfig(GemmConfig):
 
     @property
     def spreads_rows(self) -> bool:
-        return self.tile.fitted and self.tile.n > _WIDE_N
+        return balances_rows(self.tile)
 
     @property
     def num_sched_stage(self) -> int:  # type: ignore[override]
@@ -369,7 +429,7 @@ class Sm90GemmConfig(GemmConfig):
         """
         is_hidden = self.stores_by_tma and self.promotes and self.out_dtype != "float32"
         return (
-            self.tile.n > _WIDE_N
+            self.tile.n > WIDE_N
             and not self.spreads_rows
             and not self.stores_apart
             and not is_hidden

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from cute_kernels.layout.shapes import ceil_div
 
 from ..common.problem import GemmProblem
-
-if TYPE_CHECKING:
-    from .config import Sm90GemmConfig
+from .config import Sm90GemmConfig
 
 #: Bits of operand M times rows of operand N that one SM multiplies in a cycle.
 _BITS_PER_CYCLE = 2048 * 16
@@ -85,9 +83,45 @@ def _bytes_from_memory(bandwidth: float | None, num_sms: int) -> int:
     )
 
 
+class _Work(NamedTuple):
+    """The work of a product in tiles, with groups of the mean size.
+
+    Attributes:
+        mean: Rows of a group.
+        row_tiles: Tiles along the rows of a group.
+        columns: Columns of the instructions of a tile.
+        depth: K of a tile.
+        tiles: Tiles of all groups.
+    """
+
+    mean: int
+    row_tiles: float
+    columns: float
+    depth: int
+    tiles: float
+
+
 def estimated_cycles(
     config: Sm90GemmConfig, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
 ) -> float:
+    """Return the estimated time of a launch in cycles; ``bandwidth`` as in ``choose_config``."""
+    work = _work(config, problem)
+    clusters = num_sms // config.tile.num_ctas
+    # Whole waves while there are few of them; many even out.
+    waves = (
+        max(1.0, work.tiles / clusters) if work.tiles > 4 * clusters else -(-work.tiles // clusters)
+    )
+    multiply, load = _multiply_cycles(config, work), _load_cycles(config)
+    memory = _memory_cycles(config, work, num_sms, bandwidth)
+    # Overlap is not perfect; and where memory bounds all tiles, that with the least work is best.
+    stage = max(multiply, load, memory) + _LOST_OVERLAP * (multiply + load)
+    fill = _FILL_CYCLES_WHOLE if config.promotes and config.stores_whole_tiles else _FILL_CYCLES
+    cycles = waves * (ceil_div(work.depth, config.stage_k) * stage + fill)
+    return _with_uneven_groups(config, work.mean, cycles)
+
+
+def _work(config: Sm90GemmConfig, problem: GemmProblem) -> _Work:
+    """Return how many tiles there are and how large they are."""
     tile = config.tile
     live = min(problem.groups, problem.rows)
     mean = ceil_div(problem.rows, live)
@@ -104,41 +138,59 @@ def estimated_cycles(
     else:
         row_tiles, depth = float(ceil_div(problem.m, tile.rows)), mean
     tiles = live * row_tiles * ceil_div(problem.n, tile.cols)
-    clusters = num_sms // tile.num_ctas
-    # Whole waves while there are few of them; many even out.
-    waves = max(1.0, tiles / clusters) if tiles > 4 * clusters else -(-tiles // clusters)
-    multiply = tile.m * width * config.stage_k * config.multiplied_bits / _BITS_PER_CYCLE
+    return _Work(mean, row_tiles, width, depth, tiles)
+
+
+def _multiply_cycles(config: Sm90GemmConfig, work: _Work) -> float:
+    """Return the cycles in which a CTA decodes, multiplies and promotes one stage."""
+    tile, width = config.tile, work.columns
+    cycles = tile.m * width * config.stage_k * config.multiplied_bits / _BITS_PER_CYCLE
     if config.spreads_rows:
-        multiply *= (
-            _OF_SPREAD_FP8 if config.kind.has_short_sums and mean > 2 * tile.n else _OF_SPREAD
-        )
+        is_large = config.kind.has_short_sums and work.mean > 2 * tile.n
+        cycles *= _OF_SPREAD_FP8 if is_large else _OF_SPREAD
     if config.is_decoded:
-        multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE[width > _NARROW_N]
+        cycles += tile.m * config.stage_k / _DECODED_PER_CYCLE[width > _NARROW_N]
     if config.promotes:
         has_scales, has_columns = config.kind.has_row_scales, config.row_scales[1] > 0
-        multiply += tile.m * tile.n / _PROMOTED_PER_CYCLE[has_scales + has_columns]
-    own, shared = sum(config.m_stage_bytes), sum(config.n_stage_bytes) / tile.num_ctas
-    load = (own + shared) / _LOAD_BYTES_PER_CYCLE
-    is_weight_n = config.grouping == "m_grouped" and not tile.swap_ab
-    from_memory = (
-        (shared if is_weight_n else own) / row_tiles / _bytes_from_memory(bandwidth, num_sms)
+        cycles += tile.m * tile.n / _PROMOTED_PER_CYCLE[has_scales + has_columns]
+    return cycles
+
+
+def _stage_bytes(config: Sm90GemmConfig) -> tuple[int, float]:
+    """Return the bytes of a stage that a CTA loads alone, and its share of what a cluster loads."""
+    return sum(config.m_stage_bytes), sum(config.n_stage_bytes) / config.tile.num_ctas
+
+
+def _load_cycles(config: Sm90GemmConfig) -> float:
+    """Return the cycles in which a CTA loads one stage from L2."""
+    own, shared = _stage_bytes(config)
+    return (own + shared) / _LOAD_BYTES_PER_CYCLE
+
+
+def _memory_cycles(
+    config: Sm90GemmConfig, work: _Work, num_sms: int, bandwidth: float | None
+) -> float:
+    """Return the cycles in which memory gives the weights of one stage."""
+    own, shared = _stage_bytes(config)
+    is_weight_n = config.grouping == "m_grouped" and not config.tile.swap_ab
+    cycles = (
+        (shared if is_weight_n else own) / work.row_tiles / _bytes_from_memory(bandwidth, num_sms)
     )
-    if is_weight_n and mean <= tile.m:
+    if is_weight_n and work.mean <= config.tile.m:
         # CTAs of a cluster that have no rows load their part late: FP8Block, 128 rows, 428 us
         # instead of 375 (H100).
-        from_memory *= tile.num_ctas
-    # Overlap is not perfect; and where memory bounds all tiles, that with the least work is best.
-    stage = max(multiply, load, from_memory) + _LOST_OVERLAP * (multiply + load)
-    fill = _FILL_CYCLES_WHOLE if config.promotes and config.stores_whole_tiles else _FILL_CYCLES
-    cycles = waves * (ceil_div(depth, config.stage_k) * stage + fill)
+        cycles *= config.tile.num_ctas
+    return cycles
+
+
+def _with_uneven_groups(config: Sm90GemmConfig, mean: int, cycles: float) -> float:
+    """Return ``cycles``, more or less by what groups of different sizes cost a tile."""
+    tile = config.tile
     holds_more = tile.fitted or tile.rows >= 2 * mean
     if config.grouping == "m_grouped" and not holds_more:
         # Groups are rarely of one size. That is not known here, but what it may cost is.
         cycles *= _UNEVEN_GROUPS
-    if (
-        config.mixes_groups
-        and not (config.promotes or config.spreads_rows)
-        and 2 * mean >= tile.rows
-    ):
+    is_even = config.promotes or config.spreads_rows
+    if config.mixes_groups and not is_even and 2 * mean >= tile.rows:
         cycles *= _MIXED[mean > tile.rows]
     return cycles

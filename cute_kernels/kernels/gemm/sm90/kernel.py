@@ -86,7 +86,7 @@ class Sm90Gemm:
         """
         config, layouts = self.config, Layouts(self.config)
         x, stream = GemmArguments(*args[:-1]), args[-1]
-        m, n, m_scales, n_scales = x.in_order(config)
+        m, n, m_scales, n_scales = x.in_order(config.tile.swap_ab)
         # Codes of B may be padded along K.
         depth = x.a.shape[1] if config.grouping == "m_grouped" else None
         m, n = self.views(m, n, depth)

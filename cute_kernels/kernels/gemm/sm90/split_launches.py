@@ -13,13 +13,11 @@ Others wait for memory where groups are small: see ``mixes_groups``.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from ..common.problem import GemmProblem, RowPart
+from .choose import prefers
+from .config import Sm90GemmConfig, Sm90Tile
 from .cost_model import estimated_cycles
-
-if TYPE_CHECKING:
-    from .config import Sm90GemmConfig, Sm90Tile
 
 #: Rows of M of all tiles of parts, and columns of those that are not fitted.
 _M = 256
@@ -36,7 +34,7 @@ def _tiles(config: Sm90GemmConfig) -> dict[int, Sm90Tile]:
     shapes = (
         t
         for t in config.tile_shapes
-        if t.swap_ab and t.m == _M and config.takes(t) and config.has_blocks(t)
+        if t.swap_ab and t.m == _M and prefers(config, t) and config.has_blocks(t)
     )
     tiles = {t.rows: t for t in shapes if t.fitted or t.n in _COLUMNS}
     return dict(sorted(tiles.items(), reverse=True))
@@ -53,10 +51,13 @@ def all_parts(config: Sm90GemmConfig) -> list[Sm90GemmConfig]:
     ]
 
 
-def parts_of(
+def split_launches(
     config: Sm90GemmConfig, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
 ) -> tuple[Sm90GemmConfig, ...]:
-    """See ``GemmConfig.parts``: first the one that takes groups of the mean size."""
+    """Return the kernels that share a product, in the order in which they run.
+
+    The first one takes groups of the mean size. A product that is not shared has one kernel.
+    """
     tiles = _tiles(config)
     is_one = config.tile != tiles.get(config.tile.rows) or problem.groups == 1
     if is_one or any(tile.num_ctas > num_sms for tile in tiles.values()):

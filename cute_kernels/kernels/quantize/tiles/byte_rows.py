@@ -1,8 +1,8 @@
 """The rowwise half of the tile quantizer where a code is a byte: a tile's rows to codes and scales.
 
 A row of a tile is 128 bytes of codes, which the lanes that share the row store together; the lanes
-that share a block take its amax by shuffles. Scales go through shared memory, each warp's own part
-of it, and leave four bytes a row, which is what 128 columns have in every layout of scales.
+that share a block take its amax by shuffles. Scales go through shared memory, each warp's own warp_in_team
+of it, and leave four bytes a row, which is tile 128 columns have in every layout of scales.
 """
 
 from typing import NamedTuple
@@ -12,9 +12,9 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, ra
 
 from cute_kernels.arch import get_arch
 from cute_kernels.device.absmax import absmax_packed, unpack_absmax
-from cute_kernels.device.codecs import Level
+from cute_kernels.device.codecs import GlobalScaleRegisters
 from cute_kernels.device.codecs.bytes import ByteCodec
-from cute_kernels.device.groups import Grouping
+from cute_kernels.device.groups import GroupCursor
 from cute_kernels.device.memory import (
     load_shared,
     store_global,
@@ -27,13 +27,13 @@ from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS, row_in_tile
 from cute_kernels.layout.slots import TILE_ROWS
 
 from ..config import DTYPE_BYTES, TileConfig
-from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, TileGeometry, TilePlaces
-from .square_blocks import Squares
+from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, TileAddresses, TileDescriptor, TileGeometry
+from .square_blocks import SquareBlocks
 
 #: What one store takes: 16 bytes, and on sm_100a 32.
 _STORE_BYTES = {"sm_90a": 16, "sm_100a": 32}
 _HALF_STORE = 16
-#: Rows of a warp in each quarter of a tile, and rows of a quarter.
+#: GatheredRows of a warp in each quarter of a tile, and rows of a quarter.
 _EIGHT, _QUARTER, _QUARTERS = 8, 32, 4
 
 
@@ -64,13 +64,17 @@ class ByteRowConverter:
     """
 
     def __init__(
-        self, config: TileConfig, codec: ByteCodec, tile: TileGeometry, squares: Squares | None
+        self,
+        config: TileConfig,
+        codec: ByteCodec,
+        geometry: TileGeometry,
+        squares: SquareBlocks | None,
     ):
         self.config = config
         self.codec = codec
         self.dtype = config.dtype
         self.arch = config.arch
-        self.tile = tile
+        self.geometry = geometry
         self.squares = squares
         #: Columns of a lane, and 16-byte chunks of them.
         self.width = _STORE_BYTES[config.arch]
@@ -98,93 +102,105 @@ class ByteRowConverter:
     @cute.jit
     def convert(
         self,
-        groups: Grouping,
+        groups: GroupCursor,
         cols: Int32,
-        level: Level,
+        level: GlobalScaleRegisters,
         codes: cute.Tensor,
         scales: cute.Tensor | None,
-        what: Descriptor,
-        part: Int32,
-        places: TilePlaces,
-        seen: Uint32,
+        tile: TileDescriptor,
+        warp_in_team: Int32,
+        addresses: TileAddresses,
+        running_absmax: Uint32,
     ) -> Uint32:
-        """Gives ``seen`` with the largest magnitudes of the warp's rows, packed."""
+        """Gives ``running_absmax`` with the largest magnitudes of the warp's rows, packed."""
         mate, row = self.place()
-        first = part * _EIGHT + row
+        first = warp_in_team * _EIGHT + row
         pitch = Int64(codes.stride[len(codes.stride) - 2])
-        col = what.col_tile * TILE_COLS + mate * self.width
+        col = tile.col_tile * TILE_COLS + mate * self.width
         left = cols - col
         lane = LaneRows(
             mate=mate,
-            source=self.source(places.tile, mate, first),
-            staged=self.staged(places.scales, mate, first),
-            live=what.count - first,
-            target=codes.iterator.toint() + (what.first + first) * pitch + col,
+            source=self.source(addresses.tile, mate, first),
+            staged=self.staged(addresses.scales, mate, first),
+            live=tile.num_rows - first,
+            target=codes.iterator.toint() + (tile.first_row + first) * pitch + col,
             pitch=pitch,
             is_wide=left >= self.width and pitch % self.width == 0,
             left=left,
         )
         # Quarters in which a row of the warp's exists.
-        quarters = (what.count - part * _EIGHT + (_QUARTER - 1)) >> 5
+        quarters = (tile.num_rows - warp_in_team * _EIGHT + (_QUARTER - 1)) >> 5
         if const_expr(self.is_unrolled):
             for q in range_constexpr(_QUARTERS):
                 if q < quarters:
-                    seen = self.convert_eight(level, lane, Int32(q), places, seen)
+                    running_absmax = self.convert_eight(
+                        level, lane, Int32(q), addresses, running_absmax
+                    )
         else:
             quarters = cutlass.min(quarters, Int32(_QUARTERS))
             for q in cutlass.range(quarters, unroll=2):
-                seen = self.convert_eight(level, lane, q, places, seen)
+                running_absmax = self.convert_eight(level, lane, q, addresses, running_absmax)
         if const_expr(self.codec.has_scales):
             if const_expr(self.stages_scales):
                 cute.arch.sync_warp()
-                self.write_scales(groups, scales, what, part, places.scales)
+                self.write_scales(groups, scales, tile, warp_in_team, addresses.scales)
             else:
-                self.squares.write_scale(scales, level, what, part, places.squares)
-        return seen
+                self.squares.write_scale(scales, level, tile, warp_in_team, addresses.squares)
+        return running_absmax
 
     @cute.jit
     def convert_eight(
-        self, level: Level, lane: LaneRows, q: Int32, places: TilePlaces, seen: Uint32
+        self,
+        level: GlobalScaleRegisters,
+        lane: LaneRows,
+        q: Int32,
+        addresses: TileAddresses,
+        running_absmax: Uint32,
     ) -> Uint32:
         for after in range_constexpr(0, _EIGHT, self.rows_at_once):
             rows_on = q * _QUARTER + after
-            # Rows of one lane differ in a bit of the swizzle besides.
+            # GatheredRows of one lane differ in a bit of the swizzle besides.
             at = lane.source ^ (after * 16)
             words = self.load(at, rows_on * BOX_BYTES)
             packed = absmax_packed(words, self.dtype, self.arch)
             if const_expr(self.config.fmt.has_given_scale):
                 shown = select(rows_on < lane.live, packed, Uint32(0))
-                seen = absmax_packed([seen, shown], self.dtype, self.arch)
-            stored, factor = self.scale(packed, level, q, lane.mate, places)
+                running_absmax = absmax_packed([running_absmax, shown], self.dtype, self.arch)
+            stored, factor = self.scale(packed, level, q, lane.mate, addresses)
             if const_expr(self.stages_scales):
                 self.stage(stored, lane.staged, q, after, lane.mate)
             out = self.codec.encode_row(words, factor)
             if rows_on < lane.live and lane.left > 0:
                 self.store(lane, lane.target + rows_on * lane.pitch, out)
-        return seen
+        return running_absmax
 
     def source(self, tile_at: Int32, mate: Int32, first: Int32) -> Int32:
         """Where the first chunk of a lane's columns of its first row is."""
         chunk = mate * self.chunks
         at = tile_at + first * BOX_BYTES + ((chunk ^ first) % 8) * 16
-        return at + mate * self.width // self.tile.box_cols * BOX_SIZE
+        return at + mate * self.width // self.geometry.box_cols * BOX_SIZE
 
     def load(self, at: Int32, after: Int32) -> list[Uint32]:
-        places = [(at ^ (c * 16)) + after for c in range(self.chunks)]
-        return [word for place in places for word in load_shared(place, 4)]
+        addresses = [(at ^ (c * 16)) + after for c in range(self.chunks)]
+        return [word for place in addresses for word in load_shared(place, 4)]
 
     def scale(
-        self, packed: Uint32, level: Level, q: Int32, mate: Int32, places: TilePlaces
+        self,
+        packed: Uint32,
+        level: GlobalScaleRegisters,
+        q: Int32,
+        mate: Int32,
+        addresses: TileAddresses,
     ) -> tuple[Uint32 | None, Float32]:
         """The scale of a lane's block as it is stored, and its encode factor.
 
-        ``packed`` are the largest magnitudes of its part of the block, ``q`` the quarter of the
+        ``packed`` are the largest magnitudes of its warp_in_team of the block, ``q`` the quarter of the
         tile with the row.
         """
         if not self.codec.has_scales:
             return self.codec.block_scale(Float32(0.0), level)
         if self.squares is not None:
-            a = self.squares.amax(places.squares, q, mate * self.width // _QUARTER)
+            a = self.squares.amax(addresses.squares, q, mate * self.width // _QUARTER)
             return self.codec.block_scale(a, level)
         mates = 1
         while mates < self.sharing:
@@ -212,27 +228,32 @@ class ByteRowConverter:
 
     @cute.jit
     def write_scales(
-        self, groups: Grouping, scales: cute.Tensor, what: Descriptor, part: Int32, scales_at: Int32
+        self,
+        groups: GroupCursor,
+        scales: cute.Tensor,
+        tile: TileDescriptor,
+        warp_in_team: Int32,
+        scales_at: Int32,
     ) -> None:
         """The warp's rows, one a lane: zeros for those that do not exist."""
         lane = cute.arch.lane_idx()
-        quarter, in_quarter = lane // _EIGHT, part * _EIGHT + lane % _EIGHT
+        quarter, in_quarter = lane // _EIGHT, warp_in_team * _EIGHT + lane % _EIGHT
         row = quarter * _QUARTER + in_quarter
         place = row_in_tile(row) if self.is_tiled else row * 4
         word = load_shared(scales_at + place, 1)[0]
-        target = scales.iterator.toint() + self.scale_tile(groups, scales, what) + place
-        store_global(target, [select(row < what.count, word, Uint32(0))])
+        target = scales.iterator.toint() + self.scale_tile(groups, scales, tile) + place
+        store_global(target, [select(row < tile.num_rows, word, Uint32(0))])
 
-    def scale_tile(self, groups: Grouping, scales: cute.Tensor, what: Descriptor) -> Int64:
+    def scale_tile(self, groups: GroupCursor, scales: cute.Tensor, tile: TileDescriptor) -> Int64:
         """Bytes before the 512 of a tile's scales."""
         if self.is_tiled:
             tiles_along_k = scales.shape[len(scales.shape) - 2]
-            return (Int64(what.tile) * tiles_along_k + what.col_tile) * SF_TILE_BYTES
-        row = Int64(what.col_tile)
+            return (Int64(tile.slot_tile) * tiles_along_k + tile.col_tile) * SF_TILE_BYTES
+        row = Int64(tile.col_tile)
         if groups.offs is None:
-            row += Int64(what.group) * scales.shape[1]
+            row += Int64(tile.group) * scales.shape[1]
         slots = Int64(scales.shape[len(scales.shape) - 1])
-        return (row * slots + groups.local_tile(what.tile, what.group) * TILE_ROWS) * 4
+        return (row * slots + groups.local_tile(tile.slot_tile, tile.group) * TILE_ROWS) * 4
 
     # ---- codes
 

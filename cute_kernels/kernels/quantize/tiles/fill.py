@@ -17,14 +17,14 @@ from cute_kernels.device.groups import indexed
 from cute_kernels.device.memory import load_global, store_shared
 from cute_kernels.device.ptx import in_place
 
-from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor
+from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, TileDescriptor
 
 if TYPE_CHECKING:
     from .team import Team
 
 #: 16-byte loads that a lane has under way.
 _LOADS = 8
-#: Rows of a box after which the swizzle repeats.
+#: GatheredRows of a box after which the swizzle repeats.
 _EIGHT = 8
 
 
@@ -37,7 +37,7 @@ class TileFiller:
         self.chunks = maker.words // 4
         self.units = TILE_COLS // maker.unit
         self.rows_at_once = team.threads // self.units
-        #: Rows of a lane whose loads are under way.
+        #: GatheredRows of a lane whose loads are under way.
         self.batch = _LOADS // maker.loads
 
     def place(self, thread: Int32) -> tuple[Int32, Int32]:
@@ -52,7 +52,7 @@ class TileFiller:
         self,
         x: cute.Tensor,
         index: Any,
-        what: Descriptor,
+        tile: TileDescriptor,
         team: Int32,
         tile_at: Int32,
         table: cute.Pointer | None,
@@ -60,15 +60,15 @@ class TileFiller:
         """Make the rows of a tile that exist; for the whole team."""
         unit, row = self.place(in_place(self.team.thread(team)))
         cols = in_place(self.maker.cols(x))
-        col = what.col_tile * TILE_COLS + unit * self.maker.unit
+        col = tile.col_tile * TILE_COLS + unit * self.maker.unit
         chunk = unit * self.chunks
         to = tile_at + chunk // _EIGHT * BOX_SIZE + row * BOX_BYTES + (chunk ^ row) % _EIGHT * 16
-        rounds = (what.count + (self.rows_at_once * self.batch - 1)) // (
+        rounds = (tile.num_rows + (self.rows_at_once * self.batch - 1)) // (
             self.rows_at_once * self.batch
         )
         self.team.sync(team)  # until then a warp may still read the tile before
         if col < cols:
-            self.make_rows(x, index, what, (to, row, col, cols), rounds, table)
+            self.make_rows(x, index, tile, (to, row, col, cols), rounds, table)
         else:
             for n in cutlass.range(rounds, unroll=1):
                 for i in range_constexpr(self.batch):
@@ -80,7 +80,7 @@ class TileFiller:
         self,
         x: cute.Tensor,
         index: cute.Tensor | None,
-        what: Descriptor,
+        tile: TileDescriptor,
         place: tuple[Int32, ...],
         rounds: Int32,
         table: cute.Pointer | None,
@@ -90,12 +90,12 @@ class TileFiller:
         ``place`` is where the first goes, its row and column, and how many columns there are.
         """
         to, row, col, cols = place
-        sources = self.maker.sources(x, what.first if index is None else Int32(0), col, cols)
+        sources = self.maker.sources(x, tile.first_row if index is None else Int32(0), col, cols)
         for n in cutlass.range(rounds, unroll=1):
             rows = [row + (n * self.batch + i) * self.rows_at_once for i in range(self.batch)]
-            rows = [cutlass.min(r, what.count - 1) for r in rows]
+            rows = [cutlass.min(r, tile.num_rows - 1) for r in rows]
             if const_expr(index is not None):
-                rows = [indexed(index, what.first + r, x.shape[0]) for r in rows]
+                rows = [indexed(index, tile.first_row + r, x.shape[0]) for r in rows]
             inputs = [
                 [load_global(at + Int64(r) * pitch, 4) for at, pitch in sources] for r in rows
             ]
@@ -109,7 +109,7 @@ class TileFiller:
 
     def store(self, to: Int32, n: Int32, i: int, words: list[Uint32]) -> None:
         """A lane's unit of row ``i`` of batch ``n``."""
-        # Rows at once are four or eight: a row's bits of the swizzle are the first row's, or those
+        # GatheredRows at once are four or eight: a row's bits of the swizzle are the first row's, or those
         # with the highest one turned.
         turned = i * self.rows_at_once % _EIGHT * 16
         place = (to ^ turned) + (n * self.batch + i) * (self.rows_at_once * BOX_BYTES)

@@ -12,12 +12,12 @@ from ..config import DTYPE_BYTES
 if TYPE_CHECKING:
     from cutlass import Int32, cute
 
-    from cute_kernels.device.codecs import Level
+    from cute_kernels.device.codecs import GlobalScaleRegisters
     from cute_kernels.device.philox import Seed
 
 TILE_COLS = 128
-#: Rows of one copy of a box. The boxes of a tile are loaded in turn: the more rows at a time, the
-#: later what is beside them in memory is asked for. On an H200 32 rows are 1 to 2 % faster than
+#: GatheredRows of one copy of a box. The boxes of a tile are loaded in turn: the more rows at a time, the
+#: later tile is beside them in memory is asked for. On an H200 32 rows are 1 to 2 % faster than
 #: 128; sm_100a was not measured, and has the fewest instructions.
 BOX_ROWS = {"sm_90a": 32, "sm_100a": 128}
 #: Bytes of a row in one box, the width of TMA's widest swizzle; and bytes of a box.
@@ -42,7 +42,7 @@ class TileGeometry:
         self.unit = SF_TILE_COLS * block
 
 
-class Descriptor(NamedTuple):
+class TileDescriptor(NamedTuple):
     """What a stage holds:
 
     ``count`` rows, at most 128, of a group's slot tile ``tile``; 0 ends the work.
@@ -52,17 +52,17 @@ class Descriptor(NamedTuple):
     at every tile. ``column_amax`` is that of the columnwise copy, where it has one of its own.
     """
 
-    tile: Int32
+    slot_tile: Int32
     col_tile: Int32
-    first: Int32
-    count: Int32
+    first_row: Int32
+    num_rows: Int32
     group: Int32
     amax: Int32
     column_amax: Int32
 
 
-class TilePlaces(NamedTuple):
-    """Where in shared memory a team has what belongs to a tile;
+class TileAddresses(NamedTuple):
+    """Where in shared memory a team has tile belongs to a tile;
 
     ``squares`` are amaxes of its square blocks.
     """
@@ -73,24 +73,24 @@ class TilePlaces(NamedTuple):
     squares: Int32
 
 
-class Encoding(NamedTuple):
+class TileEncoding(NamedTuple):
     """What one copy of a tile is encoded with: its group's second level and ``scale_blocks``'
     table.
 
-    ``seed`` is what random bytes are drawn by, where the format is stochastic.
+    ``seed`` is tile random bytes are drawn by, where the format is stochastic.
     """
 
-    level: Level
+    level: GlobalScaleRegisters
     table: Int32 | None
     seed: Seed | None
 
 
-class SharedMemory(NamedTuple):
-    """Pointers into shared memory: stages of one tile, with descriptors of what they hold.
+class TileSharedMemory(NamedTuple):
+    """Pointers into shared memory: stages of one tile, with descriptors of tile they hold.
 
     Of each team: rowwise scales, columnwise scale bytes two deep, amaxes of square blocks two deep,
     encode factors of its group by scale byte, and arrival barriers of its tiles, two deep, see
-    ``TileLoader``. ``table`` is what activations are made by, if anything.
+    ``TileLoader``. ``table`` is tile activations are made by, if anything.
     """
 
     tiles: cute.Pointer

@@ -3,11 +3,11 @@
 The loader brings tiles of the inputs; all warps turn them where they lie into tiles of the gradient
 and of p a, as ``moe_activate_gradient`` has them; then four warps quantize the columns of each tile
 of the stage, and four the rows of all. Who is done begins with the next stage, so warps take rows
-from a counter. So do CTAs tiles, many of which have few rows. Of <grad, a> a tile's part of each
+from a counter. So do CTAs tiles, many of which have few rows. Of <grad, a> a tile's warp_in_team of each
 row goes to memory, for a second kernel.
 
-With 96 KiB a stage there are two, and the loader has the time in which one is worked on: what to
-load, and what weights and scales, it has read by then.
+With 96 KiB a stage there are two, and the loader has the time in which one is worked on: tile to
+load, and tile weights and scales, it has read by then.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from cute_kernels.device.activation_curves import (
 from cute_kernels.device.codecs import codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.convert import pack_words, unpack_words
-from cute_kernels.device.groups import Grouping
+from cute_kernels.device.groups import GroupCursor
 from cute_kernels.device.launch import compact, env_stream
 from cute_kernels.device.memory import load_global_if, load_shared, store_shared
 from cute_kernels.device.ptx import add_rn, bits_as_f32, f32_as_bits, select
 from cute_kernels.formats.activations import parse_activation
 from cute_kernels.kernels.quantize.amax import AmaxKernels
 from cute_kernels.kernels.quantize.fakes import FakeBuffers
-from cute_kernels.kernels.quantize.global_scales import LevelWriter
+from cute_kernels.kernels.quantize.global_scales import GlobalScaleWriter
 from cute_kernels.layout.shapes import SF_TILE_BYTES, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
 
@@ -44,17 +44,17 @@ from .geometry import (
     BOX_BYTES,
     BOX_SIZE,
     TILE_COLS,
-    Descriptor,
-    SharedMemory,
+    TileAddresses,
+    TileDescriptor,
     TileGeometry,
-    TilePlaces,
+    TileSharedMemory,
 )
 from .loader import DESCRIPTOR_WORDS, TileLoader, Tma
 from .scales import write_column_scales
-from .team import Copies, Team
+from .team import CopyBuffers, Team
 
 if TYPE_CHECKING:
-    from cute_kernels.device.codecs import Level
+    from cute_kernels.device.codecs import GlobalScaleRegisters
     from cute_kernels.kernels.quantize.config import GradientConfig, TileConfig
 
 _THREADS = 256
@@ -67,7 +67,7 @@ _FACTORS = _WEIGHTS + 16
 
 
 class Inputs(NamedTuple):
-    """Copies of boxes of the inputs, the weights of rows, given scales of both copies, and the
+    """CopyBuffers of boxes of the inputs, the weights of rows, given scales of both copies, and the
     counter of tiles.
     """
 
@@ -83,15 +83,17 @@ class GradientLoader(TileLoader):
     """Loads tiles of the inputs, and the weights of their rows."""
 
     @cute.jit
-    def load(self, groups: Grouping, cols: Int32, inputs: Inputs, shared: SharedMemory) -> None:  # type: ignore[override]
+    def load(
+        self, groups: GroupCursor, cols: Int32, inputs: Inputs, shared: TileSharedMemory
+    ) -> None:  # type: ignore[override]
         stage, phase, tall = Int32(0), Int32(1), self.config.band
         col_tiles = (cols + (TILE_COLS - 1)) // TILE_COLS
-        num_tiles = groups.tiles_to_last()
+        num_tiles = groups.used_tiles()
         item, end = cute.arch.block_idx()[0], num_tiles * col_tiles
         while item < end:
             band = item // (tall * col_tiles) * tall
             wanted, col_tile = self.tile_of(item, num_tiles, col_tiles)
-            group, first, count = groups.holds_together(wanted)
+            group, first, count = groups.locate_in_warp(wanted)
             least = item
             if count <= 0:
                 head = groups.seek(band, Int32(0))[0]
@@ -105,16 +107,16 @@ class GradientLoader(TileLoader):
                     for of_copy in inputs.given
                 ]
                 cute.arch.mbarrier_wait(shared.empty + stage, phase)
-                what = Descriptor(wanted, col_tile, first, count, group, *scales)
-                self.describe(shared, stage, what)
-                self.load_tile(what, inputs, stage, stage, shared)
+                tile = TileDescriptor(wanted, col_tile, first, count, group, *scales)
+                self.describe(shared, stage, tile)
+                self.load_tile(tile, inputs, stage, stage, shared)
                 self.store_weights(weights, shared.factors.toint() + stage * _FACTORS)
                 self.announce(shared, stage)
                 phase ^= stage
                 stage ^= 1
             item = self.next(inputs.counter, taken, end)
         cute.arch.mbarrier_wait(shared.empty + stage, phase)
-        self.describe(shared, stage, Descriptor(*[Int32(0)] * 7))
+        self.describe(shared, stage, TileDescriptor(*[Int32(0)] * 7))
         self.announce(shared, stage)
 
     @cute.jit
@@ -148,9 +150,9 @@ class GradientLoader(TileLoader):
             found += load_global_if(
                 inputs.pair.iterator.toint() + Int64(first + row) * 4, 4, row, count
             )
-        places = [Int32(select(Int32(at) < 0, Uint32(pairs), at)) for at in found]
+        addresses = [Int32(select(Int32(at) < 0, Uint32(pairs), at)) for at in found]
         at = inputs.weight.iterator.toint()
-        return [load_global_if(at + Int64(place) * 4, 4, place, pairs)[0] for place in places]
+        return [load_global_if(at + Int64(place) * 4, 4, place, pairs)[0] for place in addresses]
 
     @cute.jit
     def store_weights(self, weights: list[Uint32], to: Int32) -> None:
@@ -160,15 +162,15 @@ class GradientLoader(TileLoader):
         with cute.arch.elect_one():
             store_shared(to + _WEIGHTS, [Uint32(0)])
 
-    def sources(self, what: Descriptor, inputs: Inputs) -> list[tuple[Tma, Int32]]:
-        first, half = what.col_tile * TILE_COLS, inputs.grad.source.shape[1]
+    def sources(self, tile: TileDescriptor, inputs: Inputs) -> list[tuple[Tma, Int32]]:
+        first, half = tile.col_tile * TILE_COLS, inputs.grad.source.shape[1]
         return [
             *((inputs.x, first + t * half) for t in range(self.config.num_tiles)),
             (inputs.grad, first),
         ]
 
     @cute.jit
-    def announce(self, shared: SharedMemory, full: Int32) -> None:
+    def announce(self, shared: TileSharedMemory, full: Int32) -> None:
         cute.arch.mbarrier_arrive(shared.full + full)  # each lane, for its weights
 
 
@@ -181,10 +183,10 @@ class GradientQuantizer(AmaxKernels):
         #: Four warps a tile, for its columns, and four for rows.
         self.crews = config.num_tiles + 2
         self.tiles = [self.converter(copy) for copy in config.copies]
-        self.loader = GradientLoader(config, self.tiles[0].columns.tile)  # type: ignore[arg-type]
+        self.loader = GradientLoader(config, self.tiles[0].columns.geometry)  # type: ignore[arg-type]
         self.threads = self.crews * config.copies[0].warps_per_team * WARP_SIZE
         self.has_given_scale = any(copy.fmt.has_given_scale for copy in config.copies)
-        self.levels = LevelWriter(self.tiles[0].columns.codec)
+        self.levels = GlobalScaleWriter(self.tiles[0].columns.codec)
         #: Levels of scales that are given become NaN when amaxes are known.
         self.marks_levels = self.has_given_scale and any(
             copy.fmt.nan_scales for copy in config.copies
@@ -197,15 +199,15 @@ class GradientQuantizer(AmaxKernels):
         self.table = None
         if (
             get_arch(config.arch).tuned_by == "time"
-            and config.has_room
+            and config.has_table_room
             and quick_bound(self.act) is not None
         ):
             self.table = FactorTable.create(self.act, config.dtype)
 
     def converter(self, copy: TileConfig) -> ByteTiles:
         codec = codec_of(copy.format, copy.dtype, copy.arch)
-        tile = TileGeometry(copy.dtype, codec.block)
-        return ByteTiles(copy, codec, tile, Team(copy, tile))  # type: ignore[arg-type]
+        geometry = TileGeometry(copy.dtype, codec.block)
+        return ByteTiles(copy, codec, geometry, Team(copy, geometry))  # type: ignore[arg-type]
 
     @staticmethod
     def fake_args(config: GradientConfig) -> tuple[Any, ...]:
@@ -260,7 +262,7 @@ class GradientQuantizer(AmaxKernels):
         dweight: cute.Tensor,
     ) -> None:
         row = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
-        last = Grouping.of(x, offs).last_row()
+        last = GroupCursor.from_tensors(x, offs).end_row()
         while row < last:
             at, total = pair[row], Float32(0.0)
             if at >= 0 and at < dweight.shape[0]:
@@ -295,7 +297,7 @@ class GradientQuantizer(AmaxKernels):
         if const_expr(self.table is not None):
             table = part(TABLE_BYTES)  # the first, so that addresses in it are low
         tiles = part(stages * self.config.tile_bytes, 1024)
-        shared = SharedMemory(
+        shared = TileSharedMemory(
             tiles=tiles,
             scales=part(self.config.num_tiles * SF_TILE_BYTES),
             scales_t=part(2 * (self.config.num_tiles + 1) * self.scales_bytes),
@@ -312,7 +314,10 @@ class GradientQuantizer(AmaxKernels):
             cute.arch.mbarrier_init(shared.empty + tid, self.threads // WARP_SIZE)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        groups, warp = Grouping.of(x_source, offs), cute.arch.make_warp_uniform(tid // WARP_SIZE)
+        groups, warp = (
+            GroupCursor.from_tensors(x_source, offs),
+            cute.arch.make_warp_uniform(tid // WARP_SIZE),
+        )
         cols = x_source.shape[1], grad_source.shape[1]
         if warp == self.threads // WARP_SIZE:
             boxes = Tma(x_copy, x_source, x_box), Tma(grad_copy, grad_source, grad_box)
@@ -322,7 +327,7 @@ class GradientQuantizer(AmaxKernels):
             if const_expr(self.table is not None):
                 self.table.fill(table.toint(), tid, self.threads)
             both = out[: len(out) // 2], out[len(out) // 2 :]
-            copies, amaxes = tuple(Copies(*one[:4]) for one in both), [one[-1] for one in both]
+            copies, amaxes = tuple(CopyBuffers(*one[:4]) for one in both), [one[-1] for one in both]
             thread, marked = cute.arch.block_idx()[0] * self.threads + tid, [None, None]
             if const_expr(self.marks_levels):
                 marked = [
@@ -331,7 +336,7 @@ class GradientQuantizer(AmaxKernels):
                 ]
             else:
                 for i, one in enumerate(both):
-                    levels = LevelWriter(self.tiles[i].columns.codec)
+                    levels = GlobalScaleWriter(self.tiles[i].columns.codec)
                     levels.write(
                         given[i], *one[4:-1], thread, cute.arch.grid_dim()[0] * self.threads
                     )
@@ -340,39 +345,39 @@ class GradientQuantizer(AmaxKernels):
     @cute.jit
     def compute(
         self,
-        groups: Grouping,
+        groups: GroupCursor,
         cols: Any,
         out: Any,
         amaxes: Any,
         marked: Any,
         sums: cute.Tensor,
         warp: Int32,
-        shared: SharedMemory,
+        shared: TileSharedMemory,
     ) -> None:
         config, own = self.config, self.config.copies[0]
         crew = warp // own.warps_per_team
-        part = warp - crew * own.warps_per_team
+        warp_in_team = warp - crew * own.warps_per_team
         stage, phase, count = Int32(0), Int32(0), Int32(1)
-        seen, seen_of = Uint32(0), Int32(0)
+        running_absmax, absmax_group = Uint32(0), Int32(0)
         while count > 0:
             cute.arch.mbarrier_wait(shared.full + stage, phase)
-            what = self.loader.read_descriptor(shared, stage)
-            count = what.count
+            tile = self.loader.read_descriptor(shared, stage)
+            count = tile.num_rows
             if const_expr(self.has_given_scale):
-                if count == 0 or what.group != seen_of:
-                    self.report(amaxes, marked, crew, seen_of, seen)
-                    seen, seen_of = Uint32(0), what.group
+                if count == 0 or tile.group != absmax_group:
+                    self.report(amaxes, marked, crew, absmax_group, running_absmax)
+                    running_absmax, absmax_group = Uint32(0), tile.group
             if count > 0:
                 at = shared.tiles.toint() + stage * config.tile_bytes
-                self.make(what, at, shared.factors.toint() + stage * _FACTORS, sums, shared.table)
+                self.make(tile, at, shared.factors.toint() + stage * _FACTORS, sums, shared.table)
                 # The next load of this stage is an asynchronous write after these.
                 cute.arch.fence_view_async_shared()
                 cute.arch.barrier(barrier_id=self.crews + 1, number_of_threads=self.threads)
                 columns = cols[1] // TILE_COLS
                 if crew > config.num_tiles:
                     for t in range_constexpr(config.num_tiles):
-                        there = what._replace(col_tile=t * columns + what.col_tile)
-                        places = TilePlaces(
+                        there = tile._replace(col_tile=t * columns + tile.col_tile)
+                        addresses = TileAddresses(
                             at + t * own.tile_bytes,
                             shared.scales.toint() + t * SF_TILE_BYTES,
                             at,
@@ -382,24 +387,40 @@ class GradientQuantizer(AmaxKernels):
                         self.tiles[0].rows.convert(
                             groups,
                             cols[0],
-                            self.level(0, what),
+                            self.level(0, tile),
                             *copy,
                             there,
-                            part,
-                            places,
+                            warp_in_team,
+                            addresses,
                             Uint32(0),
                         )
                 else:
                     scales_t = shared.scales_t.toint() + (crew * 2 + stage) * self.scales_bytes
-                    places = TilePlaces(at + crew * own.tile_bytes, at, scales_t, at)
+                    addresses = TileAddresses(at + crew * own.tile_bytes, at, scales_t, at)
                     if crew < config.num_tiles:
-                        there = what._replace(col_tile=crew * columns + what.col_tile)
-                        seen = self.convert_columns(
-                            0, groups, cols[0], out[0], there, crew, part, places, seen
+                        there = tile._replace(col_tile=crew * columns + tile.col_tile)
+                        running_absmax = self.convert_columns(
+                            0,
+                            groups,
+                            cols[0],
+                            out[0],
+                            there,
+                            crew,
+                            warp_in_team,
+                            addresses,
+                            running_absmax,
                         )
                     else:
-                        seen = self.convert_columns(
-                            1, groups, cols[1], out[1], what, crew, part, places, seen
+                        running_absmax = self.convert_columns(
+                            1,
+                            groups,
+                            cols[1],
+                            out[1],
+                            tile,
+                            crew,
+                            warp_in_team,
+                            addresses,
+                            running_absmax,
                         )
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
@@ -410,7 +431,7 @@ class GradientQuantizer(AmaxKernels):
     @cute.jit
     def make(
         self,
-        what: Descriptor,
+        tile: TileDescriptor,
         tile_at: Int32,
         factors_at: Int32,
         sums: cute.Tensor,
@@ -423,10 +444,10 @@ class GradientQuantizer(AmaxKernels):
             for t in range(config.num_tiles + 1)
         ]
         first = cute.arch.shuffle_sync(self.take(factors_at), 0)
-        while first < what.count:
+        while first < tile.num_rows:
             after = self.take(factors_at)
             # Of an odd number of rows the last one twice.
-            row = cutlass.min(first + second, what.count - 1)
+            row = cutlass.min(first + second, tile.num_rows - 1)
             place = row * BOX_BYTES + (unit ^ row) % 8 * 16
             words = [load_shared(at + place, 4) for at in of_tile]
             *inputs, grad = [unpack_words(of_one, config.dtype) for of_one in words]
@@ -434,14 +455,14 @@ class GradientQuantizer(AmaxKernels):
             factors = None if self.table is None else self.table.factors(words[0], table.toint())
             made, scaled, total = weighted_gradient(self.act, config, inputs, grad, p, factors)
             cute.arch.sync_warp()  # both have read the row
-            if first + second < what.count:
+            if first + second < tile.num_rows:
                 for at, numbers in zip(of_tile, [*made, scaled], strict=True):
                     store_shared(at + place, pack_words(numbers, config.dtype))
                 if unit == 0:
-                    sums[what.col_tile, what.first + row] = total
+                    sums[tile.col_tile, tile.first_row + row] = total
             first = cute.arch.shuffle_sync(after, 0)
-        if what.count < TILE_ROWS:
-            self.clear_rows(what.count, tile_at)
+        if tile.num_rows < TILE_ROWS:
+            self.clear_rows(tile.num_rows, tile_at)
 
     @cute.jit
     def take(self, factors_at: Int32) -> Int32:
@@ -464,33 +485,39 @@ class GradientQuantizer(AmaxKernels):
 
     @cute.jit
     def convert_columns(
-        self, kind: int, groups: Grouping, cols: Int32, out: Copies, *where: Any
+        self, kind: int, groups: GroupCursor, cols: Int32, out: CopyBuffers, *where: Any
     ) -> Uint32:
-        (what, crew, part, places, seen), tiles, count = (
+        (tile, crew, warp_in_team, addresses, running_absmax), tiles, count = (
             where,
             self.tiles[kind],
             self.scale_tiles[kind],
         )
-        copy = (self.level(kind, what), out.codes_t, out.scales_t)
-        seen = tiles.columns.convert(groups, cols, *copy, what, part, places, seen)
+        copy = (self.level(kind, tile), out.codes_t, out.scales_t)
+        running_absmax = tiles.columns.convert(
+            groups, cols, *copy, tile, warp_in_team, addresses, running_absmax
+        )
         if const_expr(count > 0):
             tiles.team.sync(crew)
-            if part < count:
-                write_column_scales(groups, out.scales_t, what, places.scales_t, part, count)
-        return seen
+            if warp_in_team < count:
+                write_column_scales(
+                    groups, out.scales_t, tile, addresses.scales_t, warp_in_team, count
+                )
+        return running_absmax
 
-    def level(self, kind: int, what: Descriptor) -> Level:
+    def level(self, kind: int, tile: TileDescriptor) -> GlobalScaleRegisters:
         """What codes of a group are relative to."""
         return self.tiles[kind].columns.codec.global_scale(
-            bits_as_f32(Uint32((what.amax, what.column_amax)[kind]))
+            bits_as_f32(Uint32((tile.amax, tile.column_amax)[kind]))
         )
 
     @cute.jit
-    def report(self, amaxes: Any, marked: Any, crew: Int32, group: Int32, seen: Uint32) -> None:
-        """Fold what a warp's columns have seen of a group into the group's amax; rows are those of
+    def report(
+        self, amaxes: Any, marked: Any, crew: Int32, group: Int32, running_absmax: Uint32
+    ) -> None:
+        """Fold tile a warp's columns have running_absmax of a group into the group's amax; rows are those of
         columns.
         """
-        best = unpack_absmax(seen, self.dtype, self.arch)
+        best = unpack_absmax(running_absmax, self.dtype, self.arch)
         for i in range_constexpr(2):
             if const_expr(amaxes[i] is not None):
                 if (crew == self.config.num_tiles) == bool(i):

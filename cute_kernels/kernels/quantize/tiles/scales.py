@@ -8,18 +8,18 @@ from collections.abc import Sequence
 
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, cute
 
-from cute_kernels.device.codecs import Level
+from cute_kernels.device.codecs import GlobalScaleRegisters
 from cute_kernels.device.codecs.nibbles import NibbleCodec
-from cute_kernels.device.groups import Grouping
+from cute_kernels.device.groups import GroupCursor
 from cute_kernels.device.memory import load_shared, store_global
 from cute_kernels.device.ptx import asm, bits_as_f32
 from cute_kernels.layout.shapes import SF_TILE_BYTES
 
-from .geometry import TILE_COLS, Descriptor
+from .geometry import TILE_COLS, TileDescriptor
 
 
 def scale_blocks(
-    codec: NibbleCodec, a: Float32, b: Float32, level: Level, table: Int32 | None
+    codec: NibbleCodec, a: Float32, b: Float32, level: GlobalScaleRegisters, table: Int32 | None
 ) -> tuple[Uint16, Float32, Float32]:
     """Scale bytes of two blocks with amaxes ``a`` and ``b``, that of ``a`` lowest; their factors.
 
@@ -46,9 +46,9 @@ def join_scales(pairs: Sequence[Uint16]) -> Uint32:
 
 @cute.jit
 def write_column_scales(
-    groups: Grouping,
+    groups: GroupCursor,
     scales_t: cute.Tensor,
-    what: Descriptor,
+    tile: TileDescriptor,
     scales_at: Int32,
     index: Int32,
     per_tile: int,
@@ -63,8 +63,8 @@ def write_column_scales(
     words = [load_shared(at + q * (32 * 4), 1)[0] for q in range(4)]
     rank = len(scales_t.shape)
     block_tiles = scales_t.shape[rank - 2]
-    tile = groups.local_tile(what.tile, what.group)
-    place = Int64(what.col_tile) * block_tiles + (per_tile * tile + index)
+    local_tile = groups.local_tile(tile.slot_tile, tile.group)
+    place = Int64(tile.col_tile) * block_tiles + (per_tile * local_tile + index)
     if const_expr(groups.offs is None):
-        place += Int64(what.group) * (scales_t.shape[1] * block_tiles)
+        place += Int64(tile.group) * (scales_t.shape[1] * block_tiles)
     store_global(scales_t.iterator.toint() + place * SF_TILE_BYTES + lane * 16, words)

@@ -13,8 +13,8 @@ from ..config import TileConfig
 from .geometry import BOX_BYTES, BOX_SIZE, TileGeometry
 
 
-class Copies(NamedTuple):
-    """The buffers of the copies that are written; None for what there is not."""
+class CopyBuffers(NamedTuple):
+    """The buffers of the copies that are written; None for tile there is not."""
 
     codes: cute.Tensor | None
     scales: cute.Tensor | None
@@ -25,8 +25,8 @@ class Copies(NamedTuple):
 class Team:
     """The team of a thread; ``team`` counts within the CTA."""
 
-    def __init__(self, config: TileConfig, tile: TileGeometry):
-        self.tile = tile
+    def __init__(self, config: TileConfig, geometry: TileGeometry):
+        self.geometry = geometry
         self.threads = config.warps_per_team * WARP_SIZE
 
     def thread(self, team: Int32) -> Int32:
@@ -41,7 +41,7 @@ class Team:
         """Zero a tile's rows from ``count`` to the next ``multiple``; for the whole team."""
         rows = (TILE_ROWS - count) % multiple
         chunks = rows * (BOX_BYTES // 16)
-        for b in cutlass.range_constexpr(self.tile.num_boxes):
+        for b in cutlass.range_constexpr(self.geometry.num_boxes):
             base = tile_at + (b * BOX_SIZE + count * BOX_BYTES)
             for i in cutlass.range(self.thread(team), chunks, self.threads, unroll=1):
                 store_shared(base + i * 16, [Uint32(0)] * 4)
