@@ -28,11 +28,11 @@ from cute_kernels.formats import Format
 from grouped import recipes
 
 from ..functional.experts import (
+    ExpertsOptions,
     Layer,
-    Style,
     compute_routing,
-    of_quantized_weights,
-    without_gradients,
+    run_inference,
+    run_quantized_inference,
 )
 from ..functional.experts import experts as compute_experts
 from ..nn.cached_weight import lookup, warn_if_captured
@@ -242,21 +242,21 @@ def _forward_in(recipe: Recipe) -> Forward:
         dtype, num_experts = hidden_states.dtype, self.num_experts
         has_norm = getattr(self, "has_post_expert_norm", False)  # Since 5.18 or later.
         if _is_swiglu(self) and not has_norm:
-            style = Style("swiglu", False, False, dtype)
-            key, inputs = (num_experts, style), (hidden_states, top_k_index, top_k_weights)
+            options = ExpertsOptions("swiglu", False, False, dtype)
+            key, inputs = (num_experts, options), (hidden_states, top_k_index, top_k_weights)
 
             def run(layers: tuple[Layer, Layer]) -> Tensor:
                 x = hidden_states.to(layers[0].weights[0].dtype)
                 routing = compute_routing(top_k_index, num_experts)
-                return compute_experts(x, top_k_weights.float(), routing, *layers, style)
+                return compute_experts(x, top_k_weights.float(), routing, *layers, options)
 
             weights = (lookup(self, up_name), lookup(self, down_name))
             if type(weights[0]) is type(weights[1]) is GroupedTensor and not (
                 self.has_bias or self.is_transposed
             ):
-                return of_quantized_weights(key, inputs, weights, recipe, vars(self), run)
+                return run_quantized_inference(key, inputs, weights, recipe, vars(self), run)
             layers = (_layer(self, up_name, recipe), _layer(self, down_name, recipe))
-            return without_gradients(key, inputs, layers, lambda: run(layers))
+            return run_inference(key, inputs, layers, lambda: run(layers))
         # The sentinels of expert parallelism are not ids of experts and get no rows.
         routing = compute_routing(top_k_index, num_experts)
         offs, token, _, row = routing

@@ -131,7 +131,7 @@ class AdamWKernel(AmaxKernels):
     def fake_args(config: AdamWConfig) -> tuple[Any, ...]:
         fake = FakeBuffers("float32", "uniform")
         x = fake.x()
-        return (x, *_fake(x, config.gradient), fake.level(), Int32(1), env_stream())
+        return (x, *_fake(x, config.gradient), fake.global_scale(), Int32(1), env_stream())
 
     @cute.jit
     def __call__(self, *args: Any) -> None:
@@ -169,11 +169,11 @@ class UpdateFiller(TileFiller):
         x: cute.Tensor,
         by: Update,
         tile: TileDescriptor,
-        place: tuple[Int32, ...],
+        position: tuple[Int32, ...],
         rounds: Int32,
         table: None,
     ) -> None:
-        to, row, col, cols = place
+        to, row, col, cols = position
         factors = self.maker.factors(by)
         for n in cutlass.range(rounds, unroll=1):
             own = row + n * self.rows_at_once

@@ -90,7 +90,7 @@ class Dequantizer(GridKernel):
         fake = FakeBuffers(config.dtype, config.grouping, config.format)
         copy = (fake.codes_t(), fake.scales_t()) if config.columnwise else None
         codes, scales = copy or (fake.codes(), fake.scales())
-        level = fake.level(per_row=config.has_row_scale)
+        level = fake.global_scale(per_row=config.has_row_scale)
         return (codes, scales, level, fake.offs(), fake.x(), Int32(0), Int32(1), env_stream())
 
     @cute.kernel

@@ -51,7 +51,7 @@ from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits, select
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.layout.slots import TILE_ROWS
 
-from .activated_elements import maker_of
+from .activated_elements import element_maker
 from .config import DTYPE_BYTES, K_MULTIPLE, RowsConfig
 from .fakes import FakeBuffers
 from .global_scales import GlobalScaleWriter
@@ -165,7 +165,7 @@ class RowsQuantizer:
             # order of their codes.
             self.chunk_size, self.chunks_at_once = 8, 8 if config.is_light else 4
         self.lanes_per_block = self.codec.block // self.chunk_size if self.codec.has_scales else 1
-        self.maker = maker_of(config)
+        self.maker = element_maker(config)
         self.table = None if self.maker is None else self.maker.table
         self.chunk_words = self.chunk_size * DTYPE_BYTES[config.dtype] // 4
         prologue = config.prologue
@@ -203,8 +203,8 @@ class RowsQuantizer:
         """Return stand-ins for the arguments, see ``RowsConfig.kernel``."""
         fake = FakeBuffers(config.dtype, config.grouping, config.format)
         inputs = (fake.x(config.prologue), fake.index(config.prologue), fake.offs())
-        output = (fake.level(config.computes_amax), fake.codes(), fake.scales())
-        return (*inputs, *output, *fake.results()[:2], Int32(1), env_stream())
+        output = (fake.global_scale(config.computes_amax), fake.codes(), fake.scales())
+        return (*inputs, *output, *fake.global_scale_outputs()[:2], Int32(1), env_stream())
 
     @cute.jit
     def __call__(self, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a team does with a tile where a code is a byte: squares, then columns, then rows."""
+"""Conversion of a tile whose codes are bytes: amaxes of squares, then columns, then rows."""
 
 from cutlass import Int32, Uint32, const_expr, cute
 
@@ -15,7 +15,7 @@ from .team import CopyBuffers, Team
 
 
 class ByteTiles:
-    """Converts tiles to codes of eight bits."""
+    """Converts tiles to 8-bit codes."""
 
     def __init__(self, config: TileConfig, codec: ByteCodec, geometry: TileGeometry, team: Team):
         self.config = config
@@ -29,7 +29,7 @@ class ByteTiles:
         self,
         groups: GroupCursor,
         cols: Int32,
-        by: tuple[TileEncoding, TileEncoding],
+        encodings: tuple[TileEncoding, TileEncoding],
         row_amax: cute.Tensor | None,
         out: CopyBuffers,
         tile: TileDescriptor,
@@ -38,8 +38,24 @@ class ByteTiles:
         addresses: TileAddresses,
         running_absmax: Uint32,
     ) -> Uint32:
-        """A warp's warp_in_team of a tile; gives ``running_absmax`` with the largest magnitudes of it, packed."""
-        config, level = self.config, by[0].level
+        """Convert a warp's share of a tile.
+
+        Args:
+            groups: Groups of the rows.
+            cols: Columns of the elements, K.
+            encodings: Parameters of the rowwise and the columnwise copy.
+            row_amax: Unused; formats with 8-bit codes have no amax per row here.
+            out: Buffers of the copies.
+            tile: Descriptor of the tile.
+            team: Team in the CTA.
+            warp_in_team: Warp in the team.
+            addresses: Shared-memory addresses of the tile.
+            running_absmax: Packed absmax of the group so far.
+
+        Returns:
+            ``running_absmax``, raised to the largest magnitudes of the warp's share.
+        """
+        config, global_scale = self.config, encodings[0].global_scale
         if const_expr(config.columnwise or config.fmt.is_2d):
             if tile.num_rows < TILE_ROWS:
                 self.team.clear_rows(addresses.tile, tile.num_rows, team, TILE_ROWS)
@@ -47,14 +63,28 @@ class ByteTiles:
             self.squares.reduce(addresses.tile, addresses.squares, warp_in_team)
             self.team.sync(team)
         if const_expr(config.columnwise):
-            copy = (out.codes_t, out.scales_t)
             running_absmax = self.columns.convert(
-                groups, cols, level, *copy, tile, warp_in_team, addresses, running_absmax
+                groups,
+                cols,
+                global_scale,
+                out.codes_t,
+                out.scales_t,
+                tile,
+                warp_in_team,
+                addresses,
+                running_absmax,
             )
         if const_expr(config.rowwise):
-            copy = (out.codes, out.scales)
             running_absmax = self.rows.convert(
-                groups, cols, level, *copy, tile, warp_in_team, addresses, running_absmax
+                groups,
+                cols,
+                global_scale,
+                out.codes,
+                out.scales,
+                tile,
+                warp_in_team,
+                addresses,
+                running_absmax,
             )
         if const_expr(self.columns.is_tiled and config.columnwise):
             self.team.sync(team)

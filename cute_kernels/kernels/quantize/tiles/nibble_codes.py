@@ -1,4 +1,4 @@
-"""What a team does with a tile where two codes share a byte: columns first, then rows."""
+"""Conversion of a tile whose codes share bytes in pairs: columns first, then rows."""
 
 from cutlass import Int32, Uint32, const_expr, cute
 
@@ -15,7 +15,7 @@ from .team import CopyBuffers, Team
 
 
 class NibbleTiles:
-    """Converts tiles to codes of four bits."""
+    """Converts tiles to 4-bit codes."""
 
     def __init__(self, config: TileConfig, codec: NibbleCodec, geometry: TileGeometry, team: Team):
         self.config = config
@@ -31,7 +31,7 @@ class NibbleTiles:
         self,
         groups: GroupCursor,
         cols: Int32,
-        by: tuple[TileEncoding, TileEncoding],
+        encodings: tuple[TileEncoding, TileEncoding],
         row_amax: cute.Tensor | None,
         out: CopyBuffers,
         tile: TileDescriptor,
@@ -40,30 +40,45 @@ class NibbleTiles:
         addresses: TileAddresses,
         running_absmax: Uint32,
     ) -> Uint32:
-        """A warp's warp_in_team of a tile, encoded by row and by column. ``running_absmax`` is left as it is."""
-        by_row, by_column = by
+        """Convert a warp's share of a tile.
+
+        Args:
+            groups: Groups of the rows.
+            cols: Columns of the elements, K.
+            encodings: Parameters of the rowwise and the columnwise copy.
+            row_amax: (T,) fp32 amax of each row, or None.
+            out: Buffers of the copies.
+            tile: Descriptor of the tile.
+            team: Team in the CTA.
+            warp_in_team: Warp in the team.
+            addresses: Shared-memory addresses of the tile.
+            running_absmax: Returned unchanged.
+        """
+        row_encoding, column_encoding = encodings
         if const_expr(self.config.columnwise or self.config.fmt.is_2d):
             if tile.num_rows < TILE_ROWS:
                 multiple = TILE_ROWS // 2 if self.columns.skips_rows else TILE_ROWS
                 self.team.clear_rows(addresses.tile, tile.num_rows, team, multiple)
             if const_expr(self.chooser is not None):
-                self.chooser.choose(addresses.tile, addresses.squares, warp_in_team, by_row.level)
+                self.chooser.choose(
+                    addresses.tile, addresses.squares, warp_in_team, row_encoding.global_scale
+                )
                 self.team.sync(team)
             if (
                 not self.columns.skips_rows
-                or self.columns.place(warp_in_team).first_row < tile.num_rows
+                or self.columns.lane_position(warp_in_team).first_row < tile.num_rows
             ):
                 self.columns.convert(
-                    groups, cols, by_column, out.codes_t, tile, warp_in_team, addresses
+                    groups, cols, column_encoding, out.codes_t, tile, warp_in_team, addresses
                 )
             elif const_expr(self.config.columnwise):
                 self.columns.clear(groups, cols, out.codes_t, tile, warp_in_team, addresses)
             self.team.sync(team)
         if const_expr(self.config.rowwise):
             for row in self.rows.rows(warp_in_team):
-                by_own = by_row
+                encoding = row_encoding
                 if const_expr(self.config.uses_row_amax):
-                    level = self.rows.level(row_amax, tile, row)
-                    by_own = by_row._replace(level=level, table=None)
-                self.rows.convert(cols, by_own, out.codes, out.scales, tile, row, addresses)
+                    global_scale = self.rows.row_global_scale(row_amax, tile, row)
+                    encoding = row_encoding._replace(global_scale=global_scale, table=None)
+                self.rows.convert(cols, encoding, out.codes, out.scales, tile, row, addresses)
         return running_absmax
