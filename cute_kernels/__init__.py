@@ -7,9 +7,9 @@ works.
 
 import importlib.util
 
-from . import emulator
+from . import emulator  # noqa: F401 - an alias of ptx_emulator
 
-__all__ = ["__version__", "emulator"]
+__all__ = ["__version__"]
 
 #: pyproject.toml takes it from here.
 __version__ = "0.1.0"

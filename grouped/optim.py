@@ -30,7 +30,7 @@ from cute_kernels import active_backend
 from cute_kernels.records import check_kind
 
 from .ownership import check_master
-from .tensor.dtensor_parts import local_part, part_of, sharded_as
+from .tensor.dtensor_parts import local_part, shard_like, wrap_like
 from .tensor.grouped_tensor import GroupedTensor
 from .tensor.validation import check_is_tensor
 from .tracing import eager_only
@@ -109,7 +109,7 @@ class AdamW(Optimizer):
                     f"the master of a parameter must be plain, in floating point, got {reprlib.repr(master)}"
                 )
             # Copied last: what is sharded may be a view of the whole.
-            held = sharded_as(p, master.detach()).to(p.device, torch.float32, copy=True)
+            held = shard_like(p, master.detach()).to(p.device, torch.float32, copy=True)
             self.state[p]["master"] = held.contiguous()
         # Those of the others as well: PyTorch's checkpoints take a state that is not empty for
         # whole.
@@ -243,12 +243,12 @@ class AdamW(Optimizer):
                 if isinstance(part, GroupedTensor)
                 else part.detach().float().contiguous()
             )
-            state["master"] = part_of(p, master)
+            state["master"] = wrap_like(p, master)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
         for name in _MOMENTS[: 2 + group["amsgrad"]]:
             if name not in state:
-                state[name] = part_of(p, torch.zeros_like(self._target(p)))
+                state[name] = wrap_like(p, torch.zeros_like(self._target(p)))
         return state
 
     def _target(self, p: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ class AdamW(Optimizer):
                 if name == "step":
                     self.state[p][name] = value.to(p.device, torch.float32, copy=True)
                 else:
-                    self.state[p][name] = part_of(
+                    self.state[p][name] = wrap_like(
                         p, local_part(value).to(p.device, dtype, copy=True).contiguous()
                     )
             if not held:

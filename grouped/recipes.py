@@ -389,7 +389,7 @@ class FP8Delayed(_Named):
 
 
 @dataclass(frozen=True)
-class OfCall(Recipe):
+class CallRecipe(Recipe):
     """Formats of a call whose scales, if they take any, are given with it: for ops."""
 
     _updates_scales: ClassVar[bool] = True

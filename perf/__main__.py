@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-#: Commands: each a module of this package with ``add_arguments`` and ``main``.
+#: Commands. Each is a module of this package with ``add_arguments`` and ``main``.
 COMMANDS = {
     "run": "measure suites, and keep records",
     "compare": "two sets of records: what got slower?",
@@ -19,6 +19,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit status, 2 for an error."""
     parser = argparse.ArgumentParser(prog="python -m perf", description="Measurements.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {name: importlib.import_module(f"perf.{name}") for name in COMMANDS}

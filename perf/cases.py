@@ -1,4 +1,4 @@
-"""What is measured, as data: models, their shapes, rows, routings, and formats."""
+"""Cases that are measured, as data: models, their shapes, rows and routings."""
 
 import collections
 import dataclasses
@@ -9,9 +9,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The experts of a model;
+    """The experts of a model.
 
-    ``expert_parallel`` are ranks that share those of a layer, the usual choice first.
+    Attributes:
+        hidden: Features of a token.
+        intermediate: Features inside an expert.
+        experts: Experts per layer.
+        top_k: Experts per token.
+        expert_parallel: Numbers of ranks that share a layer, the usual one first.
+        gated: True if the first product gives a gate and a value, as for SwiGLU.
     """
 
     name: str
@@ -23,10 +29,14 @@ class Model:
     gated: bool = True
 
     def shape(self, layer: str, ranks: int | None = None) -> "GroupedShape":
-        """The experts of one rank in one of the layers ``"up"`` and ``"down"``.
+        """Return the weights of one rank.
+
+        Args:
+            layer: ``"up"`` or ``"down"``.
+            ranks: Ranks that share the experts; by default the usual number.
 
         Raises:
-            ValueError: another layer, or ``ranks`` do not divide the experts.
+            ValueError: ``layer`` is another one, or ``ranks`` do not divide the experts.
         """
         ranks = self.expert_parallel[0] if ranks is None else ranks
         if self.experts % ranks:
@@ -40,7 +50,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedShape:
-    """The weights (experts, n, k) of one rank's layer."""
+    """Weights (experts, n, k) of a layer on one rank."""
 
     model: str
     layer: str
@@ -50,6 +60,7 @@ class GroupedShape:
 
     @property
     def case(self) -> dict[str, str | int]:
+        """Fields for the case of a record."""
         return dataclasses.asdict(self)
 
 
@@ -75,7 +86,7 @@ MODELS = {
     )
 }
 #: Options of ``grouped.nn.MoE`` that only some models have, by model.
-OWN: dict[str, dict[str, Any]] = {
+MOE_OPTIONS: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": {
         "score": "sigmoid",
         "selection_bias": True,
@@ -91,42 +102,48 @@ OWN: dict[str, dict[str, Any]] = {
         "router_bias": True,
     },
 }
-#: Shapes that a run measures unless it is asked for all: many rows and few, wide and narrow.
+#: Shapes that a run measures without ``--full``: many rows and few, wide and narrow.
 HEADLINE = (
     ("DeepSeek-V3", "up"),
     ("DeepSeek-V3", "down"),
     ("Mixtral-8x7B", "up"),
     ("Qwen3-30B-A3B", "up"),
 )
-#: Tokens of a decode step, each of which goes to ``top_k`` experts.
+#: Tokens of a decode step. Each goes to ``top_k`` experts.
 DECODE_TOKENS = (1, 8, 32, 128, 512)
 #: Routed rows on a rank in training and prefill.
 TRAINING_ROWS = (8192, 32768, 131072)
-#: (rows, N) x (G, N, K), its gradients by the rows and by the weights.
+#: Forward product, gradient of the rows, gradient of the weights.
 PRODUCTS = ("fprop", "dgrad", "wgrad")
-#: All experts alike; Zipf's law with exponent 1.2; half of the rows in one expert; three in ten
-#: experts without a row; each row by lot.
+#: All experts equal; Zipf's law with exponent 1.2; half of the rows in one expert; three in ten
+#: experts without a row; a random expert for each row.
 ROUTINGS = ("balanced", "zipf", "hot", "empty", "random")
 _EXPONENT = 1.2
 _EMPTY = 0.3
 
 
 def split_rows(routing: str, groups: int, rows: int, seed: int = 0) -> list[int]:
-    """Rows of each expert; who gets many is drawn by lot, unless ``routing`` are the rows, ``"432
-    80 160 32"``.
+    """Return the rows of each expert.
+
+    Args:
+        routing: One of ``ROUTINGS``, where chance decides which experts get many rows. Or the rows
+            themselves, as ``"432 80 160 32"``.
+        groups: Number of experts.
+        rows: Rows of all experts.
+        seed: Seed of the random numbers.
 
     Raises:
-        ValueError: another routing, or rows that are not ``rows`` in ``groups``.
+        ValueError: ``routing`` is another one, or does not give ``rows`` to ``groups``.
     """
     if routing[:1].isdigit():
         sizes = [int(size) for size in routing.split()]
         if (len(sizes), sum(sizes)) != (groups, rows):
             raise ValueError(f"routing must be {rows} rows in {groups} groups, got {routing!r}")
         return sizes
-    lot = random.Random(seed)
+    rng = random.Random(seed)
     weights = [1.0] * groups
     if routing == "random":
-        counts = collections.Counter(lot.choices(range(groups), k=rows))
+        counts = collections.Counter(rng.choices(range(groups), k=rows))
         return [counts[group] for group in range(groups)]
     if routing == "zipf":
         weights = [(rank + 1) ** -_EXPONENT for rank in range(groups)]
@@ -136,11 +153,12 @@ def split_rows(routing: str, groups: int, rows: int, seed: int = 0) -> list[int]
         weights[: round(_EMPTY * groups)] = [0.0] * round(_EMPTY * groups)
     elif routing != "balanced":
         raise ValueError(f"routing must be one of {', '.join(ROUTINGS)}, got {routing}")
-    lot.shuffle(weights)
-    # Rounded ends rather than sizes: they add up.
-    ends = [0, *(round(total / sum(weights) * rows) for total in itertools.accumulate(weights))]
-    return [end - start for start, end in itertools.pairwise(ends)]
+    rng.shuffle(weights)
+    # Rounding the end rows, not the sizes, keeps the sum exact.
+    end_rows = [0, *(round(total / sum(weights) * rows) for total in itertools.accumulate(weights))]
+    return [end - start for start, end in itertools.pairwise(end_rows)]
 
 
-def ends_of(sizes: list[int]) -> list[int]:
+def end_rows_of(sizes: list[int]) -> list[int]:
+    """Return the end row of each group."""
     return list(itertools.accumulate(sizes))

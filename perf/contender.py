@@ -1,4 +1,4 @@
-"""What a suite hands to a meter: a task, and who competes in it."""
+"""Tasks and contenders, which suites hand to meters."""
 
 import dataclasses
 import re
@@ -7,24 +7,24 @@ from typing import Any
 
 from torch import Tensor
 
-#: What does a task once; and what makes operands of its own and gives that.
+#: Does a task once.
 Run = Callable[[], Any]
+#: Makes operands of its own, and returns a call that uses them.
 Prepare = Callable[[], Run]
 
 
 @dataclasses.dataclass
 class Contender:
-    """One way to do a task; what is not said here is as in ``Record``.
+    """One implementation of a task. Other fields are as in ``Record``.
 
     Attributes:
-        prepare: may raise whatever its library raises: that is reported, and nobody else is
-            disturbed.
-        error: relative error of what a call returned; NaN is as wrong as anything.
-        bound: the largest error that is right.
-        capturable: whether it can be captured in a CUDA graph.
-        is_step: whether it is a whole pass of a layer, of which eager time and memory are kept
-            beside the time.
-        versions: of the contender's packages; those of a peer ``Options.competing`` adds.
+        prepare: Makes operands and returns the call. It may raise anything that its library
+            raises: the exception is reported, and other contenders go on.
+        error: Returns the relative error of a result; NaN counts as wrong.
+        bound: Largest relative error of a correct result.
+        capturable: True if the call can be captured in a CUDA graph.
+        is_step: True for a whole pass of a layer, whose eager time and memory are also measured.
+        versions: Versions of the contender's packages; ``Options.competing`` adds those of a peer.
     """
 
     name: str
@@ -45,29 +45,34 @@ class Contender:
 
     @property
     def is_ours(self) -> bool:
+        """True for a contender of this package."""
         return self.name.startswith("ours")
 
     @property
     def key(self) -> tuple[str, str, str]:
+        """Identity among the contenders of a task."""
         return self.name, self.format, self.quantity
 
 
 def unchecked(name: str, text: str, run: Run, quantity: str = "time") -> Contender:
-    """One of whose result nothing is to be checked: it is measured for something else."""
-    return Contender(name, text, lambda: run, lambda got: 0.0, quantity=quantity)
+    """Return a contender whose result is not checked."""
+    return Contender(name, text, lambda: run, lambda result: 0.0, quantity=quantity)
 
 
-def always(found: list[Contender]) -> Callable[[int], list[Contender]]:
-    """Contenders of a task whose operands no cache holds."""
-    return lambda copy: found
+def same_for_all_copies(contenders: list[Contender]) -> Callable[[int], list[Contender]]:
+    """Return the ``contenders`` of a task whose operands need no copies against a cache."""
+    return lambda copy: contenders
 
 
 @dataclasses.dataclass
 class Task:
-    """One case of a ``Record``, and who can do it.
+    """One case of a suite, and its contenders.
 
-    ``contenders`` gives those who compete, on operands that the number tells apart: 0, 1, ... as
-    many as a cache must not hold.
+    Attributes:
+        suite: Name of the suite.
+        case: Field ``case`` of the records.
+        contenders: Returns the contenders on one set of operands. Its argument is the number of
+            the set: 0, 1, ..., as many as a cache must not hold.
     """
 
     suite: str
@@ -75,15 +80,16 @@ class Task:
     contenders: Callable[[int], list[Contender]]
 
     def __str__(self) -> str:
-        facts = " ".join(f"{name}={value}" for name, value in self.case.items())
-        return f"{self.suite} {facts}"
+        case = " ".join(f"{name}={value}" for name, value in self.case.items())
+        return f"{self.suite} {case}"
 
     def matches(self, pattern: str) -> bool:
+        """Return True if a regular expression matches in the text of the task."""
         return re.search(pattern, str(self)) is not None
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """Frobenius norm of the difference over that of ``want``; 0 where both are nothing."""
-    norm = float(want.float().norm())
-    difference = float((got.float() - want.float()).norm())
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the Frobenius norm of the difference over that of ``expected``; 0 if both are 0."""
+    norm = float(expected.float().norm())
+    difference = float((actual.float() - expected.float()).norm())
     return difference / norm if norm else difference

@@ -1,4 +1,4 @@
-"""bf16 operands of a grouped product, and what it is."""
+"""bf16 operands of a grouped product, and the check of its result."""
 
 import functools
 from collections.abc import Iterator
@@ -7,22 +7,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cases import PRODUCTS, GroupedShape, ends_of, split_rows
+from .cases import PRODUCTS, GroupedShape, end_rows_of, split_rows
 from .contender import relative_error
 
 
 def generator_of(device: torch.device, seed: int, copy: int) -> torch.Generator:
-    """What draws one set of operands, so that others differ."""
+    """Return the generator of one set of operands; the sets ``copy`` = 0, 1, ... differ."""
     return torch.Generator(device).manual_seed(seed + 1000 * copy)
 
 
 class Operands:
     """Random bf16 operands of one product of a layer.
 
-    ``fprop`` is ``a`` (T, K) x ``b`` (G, N, K) to (T, N), ``dgrad`` (T, N) x (G, N, K) to (T, K),
-    and ``wgrad`` (T, N) and (T, K) to (G, N, K).
+    ``fprop`` multiplies ``a`` (T, K) and ``b`` (G, N, K) to (T, N). ``dgrad`` multiplies (T, N) and
+    (G, N, K) to (T, K). ``wgrad`` multiplies (T, N) and (T, K) to (G, N, K).
 
-    ``routing`` is one of ``cases.ROUTINGS``, ``copy`` which set of operands of this case.
+    Args:
+        shape: Weights (G, N, K).
+        rows: Rows T of all groups.
+        product: One of ``cases.PRODUCTS``.
+        routing: See ``cases.split_rows``.
+        device: Device of the operands.
+        seed: Seed of the case.
+        copy: Number of the set of operands.
     """
 
     def __init__(
@@ -40,8 +47,8 @@ class Operands:
         self.shape, self.rows, self.product = shape, rows, product
         self.device = device
         self.sizes = split_rows(routing, shape.experts, rows, seed)
-        self.ends = ends_of(self.sizes)
-        self.offs = torch.tensor(self.ends, dtype=torch.int32, device=device)
+        self.end_rows = end_rows_of(self.sizes)
+        self.offs = torch.tensor(self.end_rows, dtype=torch.int32, device=device)
         generator = generator_of(device, seed, copy)
         draw = functools.partial(
             torch.randn, dtype=torch.bfloat16, device=device, generator=generator
@@ -53,23 +60,26 @@ class Operands:
 
     @property
     def flops(self) -> float:
+        """Useful operations."""
         return 2.0 * self.rows * self.shape.n * self.shape.k
 
     @property
     def is_wgrad(self) -> bool:
+        """True for a gradient of the weights."""
         return self.product == "wgrad"
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
-        """The operands as matrices of a grouped product have them: rows x inner and inner x
-        columns.
-        """
+        """Operands in the shapes of a matrix product: rows x inner and inner x columns."""
         if self.is_wgrad:
             return self.a.t(), self.b
         return self.a, self.b if self.product == "dgrad" else self.b.transpose(1, 2)
 
     def least_bytes(self, a_bytes: float, b_bytes: float, out_bytes: float = 2.0) -> float:
-        """Bytes of operands and output, each once, by those of their elements, scales included."""
+        """Return the bytes of operands and output, each moved once.
+
+        The arguments are bytes per element, scales included.
+        """
         weights = self.shape.n * self.shape.k
         if self.is_wgrad:
             out = out_bytes * self.shape.experts * weights
@@ -80,27 +90,30 @@ class Operands:
         return tokens + sum(map(bool, self.sizes)) * weights * b_bytes
 
     def error(self, out: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> float:
-        """Largest relative error of ``out`` in the groups that are looked at.
+        """Return the largest relative error of ``out`` over some groups.
 
-        Those are the first, the last and the largest that have rows, and of a wgrad one without.
+        These are the first, the last and the largest group with rows, and for wgrad also an empty
+        one. ``a`` and ``b`` replace the operands, for example by decoded ones.
         """
         a, b = self.a if a is None else a, self.b if b is None else b
         errors = [0.0]
-        for group, part in self._checked():
-            left = a[part].float()
+        for group, rows in self._checked_groups():
+            a_group = a[rows].float()
             if self.is_wgrad:
-                got, want = out[group], left.T @ b[part].float()
+                actual, expected = out[group], a_group.T @ b[rows].float()
             else:
-                right = b[group].float()
-                got, want = out[part], left @ (right if self.product == "dgrad" else right.T)
-            errors.append(relative_error(got, want))
+                weight = b[group].float()
+                actual = out[rows]
+                expected = a_group @ (weight if self.product == "dgrad" else weight.T)
+            errors.append(relative_error(actual, expected))
         if self.is_wgrad and 0 in self.sizes:
             errors.append(float(out[self.sizes.index(0)].abs().max()))
-        return float(np.max(errors))  # NaN, if there is one.
+        return float(np.max(errors))  # np.max keeps NaN.
 
-    def _checked(self) -> Iterator[tuple[int, slice]]:
+    def _checked_groups(self) -> Iterator[tuple[int, slice]]:
+        """Yield the groups to check and their rows."""
         filled = [g for g, size in enumerate(self.sizes) if size]
         if not filled:
             return
         for group in {filled[0], filled[-1], self.sizes.index(max(self.sizes))}:
-            yield group, slice(self.ends[group] - self.sizes[group], self.ends[group])
+            yield group, slice(self.end_rows[group] - self.sizes[group], self.end_rows[group])

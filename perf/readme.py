@@ -1,9 +1,8 @@
-"""``perf readme``: the measured tables of the README, written from the committed records.
+"""``perf readme``: write the measured tables of the README from the committed records.
 
-Each lies between ``<!-- perf table: NAME -->`` and ``<!-- end of perf table -->``. A cell shows the
-newest record of what it asks for, or the median of three or more runs of one commit, with half of
-the spread; below a table stands where its records are from. ``--check`` fails if the README says
-anything else.
+Each table lies between ``<!-- perf table: NAME -->`` and ``<!-- end of perf table -->``. A cell
+shows the newest record that matches, or the median of three or more runs of one commit, with half
+of the spread. A line below the table names the runs. ``--check`` fails if the README differs.
 """
 
 import argparse
@@ -13,7 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from .records import FAILURE, RESULTS, Record, load, pooled
+from .records import FAILURE, RESULTS, Record, load, pool_runs
 from .tables import TABLES, Cell, Column, Row, Table, matches
 
 README = Path(__file__).parent.parent / "README.md"
@@ -24,33 +23,38 @@ _BLOCK = re.compile(
 )
 
 
-def newest(records: Sequence[Record], where: dict[str, object]) -> Record | None:
-    """The newest record that has these fields and entries of its case; None if there is none.
+def newest(records: Sequence[Record], conditions: dict[str, object]) -> Record | None:
+    """Return the newest record that matches, None if there is none.
 
-    If it is of several runs of a commit, they are ``pooled``.
+    Several runs of one commit are combined by ``pool_runs``.
     """
-    found = [record for record in records if matches(record, where)]
-    last = max(found, key=lambda record: record.time, default=None)
-    return last and pooled([record for record in found if record.key == last.key])
+    matching = [record for record in records if matches(record, conditions)]
+    record = max(matching, key=lambda record: record.time, default=None)
+    return record and pool_runs([run for run in matching if run.key == record.key])
 
 
-#: Marks of cells whose records are not of the run that most cells of a table are of.
+#: Marks of cells whose records come from other runs than most cells of the table.
 _MARKS = ("", "¹", "²", "³", "⁴", "⁵", "⁶", "⁷", "⁸", "⁹")
 
 
 def _run_of(record: Record) -> tuple[str, str]:
-    commit = record.commit.removesuffix("-dirty")[:7] or "an unknown commit"
-    return commit + ", noted" * (record.origin == "noted"), record.time[:10]
+    """Return commit and day of a record's run."""
+    commit = record.commit.removesuffix("-dirty")[:7]
+    text = f"commit {commit}" if commit else "unknown commit"
+    return text + ", from notes" * (record.origin == "noted"), record.time[:10]
 
 
 class _Renderer:
+    """Renders the rows of one table, and collects the records that it uses."""
+
     def __init__(self, table: Table, records: Sequence[Record]) -> None:
         self._table = table
-        self._records = [r for r in records if matches(r, table.where)]
+        self._records = [r for r in records if matches(r, table.conditions)]
         self.used: list[Record] = []
 
     def _number(self, row: Row, cell: Cell) -> tuple[float, float | None] | None:
-        record = newest(self._records, {**row.where, **cell.where})
+        """Return the number of a cell and half of its spread; None if there is no record."""
+        record = newest(self._records, {**row.conditions, **cell.conditions})
         if record is None:
             return None
         self.used.append(record)
@@ -61,21 +65,20 @@ class _Renderer:
         return None if shown is None else (shown * cell.scale, None)
 
     def _cell(self, row: Row, column: Column) -> tuple[str, Record | None]:
-        """The text of a cell, and the record that it is of; empty where there is none."""
-        wanted = {**row.where, **column.cell.where}
-        lost, last = (
-            newest(self._records, {**wanted, **more}) for more in ({"quantity": FAILURE}, {})
-        )
-        if lost is not None and (last is None or last.time < lost.time):
-            return "failed", lost
-        found = self._number(row, column.cell)
-        if found is None:
+        """Return the text of a cell and its record; empty and None if there is no record."""
+        conditions = {**row.conditions, **column.cell.conditions}
+        failure = newest(self._records, {**conditions, "quantity": FAILURE})
+        success = newest(self._records, conditions)
+        if failure is not None and (success is None or success.time < failure.time):
+            return "failed", failure
+        number = self._number(row, column.cell)
+        if number is None:
             return "", None
-        record, (value, half) = self.used[-1], found
-        for other, is_sum in ((column.plus, True), (column.over, False)):
-            second = None if other is None else self._number(row, other)
-            if second is not None:
-                value = value + second[0] if is_sum else value / second[0]
+        record, (value, half) = self.used[-1], number
+        for cell, is_sum in ((column.plus, True), (column.over, False)):
+            operand = None if cell is None else self._number(row, cell)
+            if operand is not None:
+                value = value + operand[0] if is_sum else value / operand[0]
         if column.cell.show == "copy":
             return f"{100 * value:.0f} %", record
         digits = column.cell.digits
@@ -85,35 +88,37 @@ class _Renderer:
         return text + column.cell.unit, record
 
     def lines(self) -> tuple[list[str], str]:
-        """Head, rows and columns that have a number, if there are some, and which runs their marks
-        mean.
+        """Return the lines of the table, without empty rows and columns, and a legend of its runs.
+
+        Both are empty if the table has no number.
         """
         table = [[self._cell(row, c) for c in self._table.columns] for row in self._table.rows]
         runs = collections.Counter(_run_of(r) for cells in table for _, r in cells if r is not None)
         if not runs:
             return [], ""
-        is_there = [any(text for text, _ in cells) for cells in zip(*table, strict=True)]
+        is_filled = [any(text for text, _ in cells) for cells in zip(*table, strict=True)]
         heads = [
             *self._table.heads,
-            *(c.title for c, there in zip(self._table.columns, is_there, strict=True) if there),
+            *(c.title for c, filled in zip(self._table.columns, is_filled, strict=True) if filled),
         ]
         marks = {run: mark for (run, _), mark in zip(runs.most_common(), _MARKS, strict=False)}
         lines = [
             f"| {' | '.join(heads)} |",
-            f"|{'---|' * len(self._table.heads)}{'---:|' * sum(is_there)}",
+            f"|{'---|' * len(self._table.heads)}{'---:|' * sum(is_filled)}",
         ]
         for row, cells in zip(self._table.rows, table, strict=True):
             texts = [
                 text + ("" if r is None else marks[_run_of(r)])
-                for text, r in itertools.compress(cells, is_there)
+                for text, r in itertools.compress(cells, is_filled)
             ]
             if any(texts):
                 lines.append(f"| {' | '.join((*row.titles, *texts))} |")
-        named = (f"{mark}{commit} ({day})" for (commit, day), mark in marks.items())
-        return lines, f"Records of {'; '.join(named)}."
+        legend = (f"{mark}{day} ({commit})" for (commit, day), mark in marks.items())
+        return lines, f"Measured {'; '.join(legend)}."
 
 
 def _origin(used: Sequence[Record]) -> list[str]:
+    """Return sentences about the origin of the records of a table."""
     kinds = {record.kind for record in used}
     if len(kinds) > 1:
         raise ValueError(f"a table mixes {' and '.join(sorted(kinds))}")
@@ -121,24 +126,26 @@ def _origin(used: Sequence[Record]) -> list[str]:
 
 
 def _statistics(used: Sequence[Record]) -> list[str]:
-    where = sorted({record.gpu or record.machine for record in used} - {""})
+    """Return sentences about machine, protocol, repeats and spread of times."""
+    devices = sorted({record.gpu or record.machine for record in used} - {""})
     protocols = sorted({record.protocol for record in used} - {""})
     repeats = sorted({record.repeats for record in used if record.repeats})
-    text = f"{', '.join(where)}; {'; '.join(protocols)}"
+    text = f"{', '.join(devices)}; {'; '.join(protocols)}"
     if repeats and repeats != [1]:
-        few = str(repeats[0]) if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
-        text += f"; medians of {few}"
+        count = str(repeats[0]) if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
+        text += f"; medians of {count}"
     sentences = [f"{text}."]
-    kept = [record for record in used if record.spread is not None]
-    relative = [50 * r.spread / abs(r.value) for r in kept if r.spread and r.value]
+    with_spread = [record for record in used if record.spread is not None]
+    relative = [50 * r.spread / abs(r.value) for r in with_spread if r.spread and r.value]
     if relative:
-        sentences.append(f"± is half of largest minus smallest, at most {max(relative):.1f} %.")
-    if len(kept) < len(used):
-        sentences.append(f"Of {'some' if kept else 'these'} records the spread was not kept.")
+        sentences.append(f"± is half of the range of the repeats, at most {max(relative):.1f} %.")
+    if len(with_spread) < len(used):
+        sentences.append(f"The spread of {'some' if with_spread else 'these'} records is unknown.")
     return sentences
 
 
 def render(table: Table, records: Sequence[Record]) -> str:
+    """Return a table and the sentences below it, as Markdown."""
     renderer = _Renderer(table, records)
     lines, runs = renderer.lines()
     if not lines:
@@ -148,30 +155,31 @@ def render(table: Table, records: Sequence[Record]) -> str:
 
 
 def replace_tables(text: str, records: Sequence[Record]) -> str:
-    """The README with its tables written anew.
+    """Return the README with its tables written anew.
 
     Raises:
-        ValueError: it has a table that ``TABLES`` does not, or lacks one.
+        ValueError: Its tables are not those of ``TABLES``.
     """
-    names = [found["name"] for found in _BLOCK.finditer(text)]
+    names = [block["name"] for block in _BLOCK.finditer(text)]
     if sorted(names) != sorted(TABLES):
-        raise ValueError(
-            f"the README has the tables {names}; it lacks {sorted(TABLES.keys() - set(names)) or 'none'}"
-        )
+        lacking = sorted(TABLES.keys() - set(names)) or "none"
+        raise ValueError(f"the README has the tables {names}; it lacks {lacking}")
 
-    def body(found: re.Match[str]) -> str:
-        return found["start"] + render(TABLES[found["name"]], records) + found["end"]
+    def rewritten(block: re.Match[str]) -> str:
+        return block["start"] + render(TABLES[block["name"]], records) + block["end"]
 
-    return _BLOCK.sub(body, text)
+    return _BLOCK.sub(rewritten, text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--check", action="store_true", help="1 if the README says anything else")
-    which.add_argument("--write", action="store_true", help="write the tables")
+    """Add the arguments of ``perf readme``."""
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", action="store_true", help="1 if the README differs")
+    action.add_argument("--write", action="store_true", help="write the tables")
 
 
 def main(arguments: argparse.Namespace) -> int:
+    """Write or check the tables; return 1 if ``--check`` finds a difference."""
     text = README.read_text(encoding="utf-8")
     wanted = replace_tables(text, load(RESULTS))
     if arguments.write:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .roofs import impossible
+from .roofs import why_impossible
 from .traffic import work_of
 
 #: Version of the file format that is written. Older versions are read, too: version 2 calls the
@@ -21,16 +21,16 @@ from .traffic import work_of
 #: the case instead of the contender, so it is derived again. Any other version is refused.
 SCHEMA = 3
 _OLD_SCHEMAS = (1, 2)
-#: What ran: a GPU, the reference backend on a CPU, or the emulator. They never share a table.
+#: Kinds of backends: a GPU, the reference backend on a CPU, the emulator. They never share a table.
 KINDS = ("gpu", "cpu", "emulator")
-#: Where a number is from: ``perf run``; a record of the scripts before it; a text whose raw record
-#: is gone.
+#: Origins of a number: ``perf run``; a record converted from the scripts before it; a text whose
+#: raw record is lost.
 ORIGINS = ("run", "converted", "noted")
-#: What a record counts that says in its note why there is no number.
+#: Quantity of a record that has no number; its note says why.
 FAILURE = "failure"
-#: Times of all the work of a call; a part of it has another name.
-_WHOLE_TIMES = ("time", "eager time")
-#: From as many runs of a commit on, they themselves say how much runs differ.
+#: Times that cover all the work of a call. A time of a part of the call has another name.
+_TOTAL_TIMES = ("time", "eager time")
+#: From this many runs of a commit on, the runs themselves show how much runs differ.
 ENOUGH_RUNS = 3
 #: The records of this repository.
 RESULTS = Path(__file__).parent / "results"
@@ -41,30 +41,38 @@ class Record:
     """One measured number.
 
     Attributes:
-        suite: which suite measured it.
-        case: what was done: shapes, routing, pass. Contenders with equal cases compete.
-        contender: who did it: ``"ours"``, ``"torch"``, or a variant: ``"ours, tile 256x64"``.
-        format: the text of a format, both operands as ``"nvfp4:row_scaled x nvfp4"``, the name
-            of a recipe, or ``"bfloat16"``.
-        quantity: ``"time"``, ``"warp instructions"``, ``"rate"``.
-        value: the number; of repeated measurements their median.
-        unit: of value and spread; ``"1"`` for a count or a ratio.
-        protocol: how it was measured, such as ``"sustained, L2-cold"``.
-        spread: largest minus smallest of the ``repeats``; None if it was not kept.
-        error: relative error that the check before the measurement found; 0 if the bits are
-            equal, None if only a wrong result would have been noticed.
-        bytes: least bytes that this contender moves: each input read once, in the form that the
-            contender has it in, each output written once. What a pass of a layer makes for
-            itself ``perf.traffic`` says.
-        flops: useful operations; padding is none.
-        ceilings: rates of the same run that nothing exceeds: ``"copy"`` and ``"read"`` in TB/s,
+        suite: Name of the suite that measured it.
+        case: Shapes, routing and pass. Contenders with equal cases compete.
+        contender: ``"ours"``, ``"torch"``, or a variant such as ``"ours, tile 256x64"``.
+        quantity: Such as ``"time"``, ``"warp instructions"`` or ``"rate"``.
+        value: The number; the median of repeated measurements.
+        unit: Unit of value and spread; ``"1"`` for a count or a ratio.
+        kind: One of ``KINDS``.
+        format: Text of a format, both operands as ``"nvfp4:row_scaled x nvfp4"``, the name of a
+            recipe, or ``"bfloat16"``.
+        protocol: How it was measured, such as ``"sustained, L2-cold"``.
+        spread: Largest minus smallest of the ``repeats``; None if that is unknown.
+        repeats: Number of measurements.
+        error: Relative error found by the check before the measurement. It is 0 if the bits are
+            equal, and None if only a wrong result would have been noticed.
+        bytes: Least bytes that this contender moves: each input read once, in the form that the
+            contender gets, and each output written once. ``perf.traffic`` defines the bytes of
+            a layer's pass.
+        flops: Useful operations, without padding.
+        ceilings: Rates of the same run that nothing exceeds: ``"copy"`` and ``"read"`` in TB/s,
             ``"bfloat16"`` and ``"fp8"`` (dense products) in TFLOP/s.
-        gpu: its name, or what is emulated.
-        machine: the host's processor.
-        clocks: MHz: ``"sm"`` and ``"memory"`` while it was measured, ``"sm max"``.
-        power: watts: ``"draw"`` while it was measured, ``"limit"``.
-        versions: of packages: torch, cuda, the CuTe DSL, and the contender's own.
-        time: when, UTC, ISO 8601; a date alone where no more is known.
+        gpu: Name of the GPU, or of the emulated one.
+        machine: Processor of the host.
+        clocks: MHz: ``"sm"`` and ``"memory"`` during the measurement, ``"sm max"``.
+        power: Watts: ``"draw"`` during the measurement, ``"limit"``.
+        driver: Version of the GPU driver.
+        versions: Versions of torch, cuda, the CuTe DSL, and the contender's packages.
+        commit: Commit of this package; it ends in ``-dirty`` if the checkout had changes.
+        seed: Seed of the random numbers.
+        time: Start of the run, UTC, ISO 8601; a date alone if no more is known.
+        origin: One of ``ORIGINS``.
+        note: Remark of the contender, or source of the number.
+        schema: Version of the file format.
     """
 
     suite: str
@@ -97,10 +105,10 @@ class Record:
 
     def __post_init__(self) -> None:
         for name, allowed in (("kind", KINDS), ("origin", ORIGINS), ("schema", (SCHEMA,))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}"
-                )
+            value = getattr(self, name)
+            if value not in allowed:
+                choices = ", ".join(map(str, allowed))
+                raise ValueError(f"{name} must be one of {choices}, got {value!r}")
         if isinstance(self.value, bool) or not math.isfinite(self.value):
             raise ValueError(
                 f"value must be a finite number, got {self.value!r} for {self.quantity}"
@@ -114,18 +122,20 @@ class Record:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What two measurements of one thing have in common, on whatever commit and day."""
+        """Identity of the measured thing: equal for its measurements on all commits and days."""
         case = tuple(sorted((name, str(value)) for name, value in self.case.items()))
         names = (self.suite, self.contender, self.format, self.quantity, self.unit)
         return (*names, self.kind, self.gpu or self.machine, self.protocol, case)
 
     @property
     def title(self) -> str:
+        """Suite, case, contender and format in one line."""
         case = " ".join(f"{name}={value}" for name, value in self.case.items())
         return f"{self.suite} {case}: {self.contender} [{self.format}]"
 
     @property
     def is_count(self) -> bool:
+        """True for a count of the emulator, which does not vary."""
         return self.kind == "emulator"
 
     @property
@@ -133,7 +143,7 @@ class Record:
         """The value as time.
 
         Raises:
-            ValueError: it is no time.
+            ValueError: The unit is not a time.
         """
         factors = {"us": 1.0, "ms": 1e3, "s": 1e6}
         if self.unit not in factors:
@@ -142,10 +152,12 @@ class Record:
 
     @property
     def tbs(self) -> float | None:
+        """Rate of the least bytes in TB/s; None if the bytes are unknown."""
         return self._rate(self.bytes)
 
     @property
     def tflops(self) -> float | None:
+        """Rate of the useful operations in TFLOP/s; None if they are unknown."""
         return self._rate(self.flops)
 
     def _rate(self, work: float | None) -> float | None:
@@ -153,14 +165,14 @@ class Record:
         return work / time * 1e-6 if work is not None and time else None
 
     def share(self, ceiling: str) -> float | None:
-        """Fraction of a ceiling of the same run; None if it was not measured."""
+        """Return the fraction of a ceiling of the same run; None if it was not measured."""
         rate = self.tbs if ceiling in ("copy", "read") else self.tflops
-        most = self.ceilings.get(ceiling)
-        return None if rate is None or not most else rate / most
+        limit = self.ceilings.get(ceiling)
+        return None if rate is None or not limit else rate / limit
 
 
-def _plain(record: Record) -> dict[str, Any]:
-    """The fields that differ from their defaults, the case and the schema."""
+def _changed_fields(record: Record) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, and always the case and the schema."""
     values = ((f, getattr(record, f.name)) for f in dataclasses.fields(Record))
     return {
         f.name: dict(value) if isinstance(value, Mapping) else value
@@ -169,16 +181,16 @@ def _plain(record: Record) -> dict[str, Any]:
     }
 
 
-def merged(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields ``own`` over ``shared``; those that are objects are merged."""
-    found = dict(shared)
-    for name, value in own.items():
-        found[name] = {**found.get(name, {}), **value} if isinstance(value, dict) else value
-    return found
+def merge_fields(shared: Mapping[str, Any], specific: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``shared`` updated with ``specific``; fields that are dicts are merged."""
+    fields = dict(shared)
+    for name, value in specific.items():
+        fields[name] = {**fields.get(name, {}), **value} if isinstance(value, dict) else value
+    return fields
 
 
 def _line(record: Record) -> str:
-    return json.dumps(_plain(record), ensure_ascii=False) + "\n"
+    return json.dumps(_changed_fields(record), ensure_ascii=False) + "\n"
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
@@ -187,50 +199,53 @@ def write(path: Path, records: Iterable[Record]) -> None:
         file.writelines(map(_line, records))
 
 
-def _upgraded(row: Mapping[str, Any]) -> dict[str, Any]:
+def _upgrade(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a record of any readable version in the form of ``SCHEMA``."""
     version = row.get("schema")
     if version not in _OLD_SCHEMAS:
         return dict(row)
     fields = {("quantity" if name == "what" else name): value for name, value in row.items()}
     fields["schema"] = SCHEMA
-    if version == 1 and is_whole(fields["quantity"], fields["unit"]):
+    if version == 1 and covers_all_work(fields["quantity"], fields["unit"]):
         work = work_of(fields)
         if work is not None:
             fields |= {"bytes": work.bytes, "flops": work.flops}
     return fields
 
 
-def is_whole(quantity: str, unit: str) -> bool:
-    """Tell whether a quantity is of all the work of a contender: a time or a count, and no part of
-    the time.
-    """
-    return quantity in _WHOLE_TIMES or (unit == "1" and quantity != FAILURE)
+def covers_all_work(quantity: str, unit: str) -> bool:
+    """Return True for a time or count of all the work of a contender, not of a part of it."""
+    return quantity in _TOTAL_TIMES or (unit == "1" and quantity != FAILURE)
+
+
+def _parse_line(line: str, location: str) -> Record:
+    try:
+        return Record(**_upgrade(json.loads(line)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{location}: {error}") from error
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a file.
+    """Return the records of a file.
 
     Raises:
-        ValueError: a line is no record; it says which.
+        ValueError: A line is not a record. The message has the number of the line.
     """
-    records: list[Record] = []
     with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                if line.strip():
-                    records.append(Record(**_upgraded(json.loads(line))))
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-    return records
+        return [
+            _parse_line(line, f"{path}, line {number}")
+            for number, line in enumerate(file, 1)
+            if line.strip()
+        ]
 
 
 def load(*paths: Path) -> list[Record]:
-    """The records of files, and of the ``*.jsonl`` files in folders.
+    """Return the records of files, and of the ``*.jsonl`` files in folders.
 
     Raises:
-        FileNotFoundError: there is no such path.
-        ValueError: a record is faster than its GPU can be, see ``perf.roofs``; it says which.
+        FileNotFoundError: A path does not exist.
+        ValueError: A record is faster than its GPU can be, see ``perf.roofs``. The message names
+            the record.
     """
     records = []
     for path in paths:
@@ -238,16 +253,18 @@ def load(*paths: Path) -> list[Record]:
             raise FileNotFoundError(f"there are no records at {path}")
         for file in sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]:
             for record in read(file):
-                if reason := impossible(record):
-                    raise ValueError(
-                        f"{file}: {record.title} {record.quantity} {record.value:g} {record.unit}: {reason}"
-                    )
+                if reason := why_impossible(record):
+                    measured = f"{record.quantity} {record.value:g} {record.unit}"
+                    raise ValueError(f"{file}: {record.title} {measured}: {reason}")
                 records.append(record)
     return records
 
 
-def pooled(runs: Sequence[Record]) -> Record:
-    """The last run of one thing; of three or more on its commit their median and their range."""
+def pool_runs(runs: Sequence[Record]) -> Record:
+    """Return the newest of several runs of one thing.
+
+    If its commit has three or more runs, return their median and their range instead.
+    """
     newest = max(reversed(runs), key=lambda record: record.time)
     values = [record.value for record in runs if record.commit == newest.commit]
     if newest.is_count or not newest.commit or len(values) < ENOUGH_RUNS:
@@ -258,21 +275,23 @@ def pooled(runs: Sequence[Record]) -> Record:
     )
 
 
-def by_key(records: Iterable[Record]) -> dict[tuple[Any, ...], list[Record]]:
-    found: dict[tuple[Any, ...], list[Record]] = {}
+def group_by_key(records: Iterable[Record]) -> dict[tuple[Any, ...], list[Record]]:
+    """Return lists of the records with equal ``key``, in the order of their first record."""
+    groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        found.setdefault(record.key, []).append(record)
-    return found
+        groups.setdefault(record.key, []).append(record)
+    return groups
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """Of each thing that was measured the last runs, ``pooled``, in the order of their first."""
-    return list(map(pooled, by_key(records).values()))
+    """Return one record per ``key``: the newest runs, as ``pool_runs`` combines them."""
+    return list(map(pool_runs, group_by_key(records).values()))
 
 
 def append(path: Path | None, records: Sequence[Record]) -> None:
-    """Add records to a file, if there is to be one, as they come: a run that is cut short leaves
-    what it has.
+    """Append records to a file, if ``path`` is given.
+
+    It is called after each task, so that a run that is cut short keeps its records.
     """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,16 @@
-"""Roofs of measured rates: those of data sheets, and the refusal of records above them.
+"""Roofs of rates, from data sheets, and the refusal of records above them.
 
-A record is refused where it is measured and where records are loaded, if it says more than
+Records are checked when they are measured and when they are loaded. Two rates are impossible:
 
-- the rate of the memory, plus 5 %: for the least bytes that the memory must move. Protocols that
-  are ``L2-cold`` go through more operands than L2 holds, so inputs and results of any size come
-  from memory. What the call itself writes and reads again may stay in L2: of each such tensor only
-  what exceeds L2 counts. With another protocol L2 may hold operands, too, so that its size is
-  subtracted from the bytes;
-- the rate of the tensor cores, plus 10 %, since clocks reach 1980 MHz where the data sheet reckons
-  with 1830: that of the narrowest type of the GPU that is at least as wide as the widest operand.
+**Memory.** The least bytes that the memory must move, at more than its rate plus 5 %. Protocols
+that are ``L2-cold`` go through more operands than L2 holds, so inputs and results of any size come
+from memory. Tensors that the call itself writes and reads again may stay in L2: only their bytes
+beyond the size of L2 count. With other protocols L2 may hold operands, too. Its size is then
+subtracted.
+
+**Tensor cores.** The useful operations, at more than their rate plus 10 %, since clocks reach 1980
+MHz where the data sheet assumes 1830. The rate is that of the narrowest type of the GPU that is at
+least as wide as the widest operand.
 
 GPUs without a data sheet here are not checked.
 """
@@ -22,8 +24,8 @@ from .traffic import work_of
 if TYPE_CHECKING:
     from .records import Record
 
-#: Rates of data sheets, dense: memory in TB/s, products in TFLOP/s; and megabytes of L2. The
-#: longest name that is found in the GPU's name counts.
+#: Dense rates of data sheets: memory in TB/s, products in TFLOP/s; and megabytes of L2. The longest
+#: name that is part of the GPU's name counts.
 PUBLISHED = {
     "H100": {"copy": 3.35, "bfloat16": 989.0, "fp8": 1979.0, "l2": 50.0},
     "H100 NVL": {"copy": 3.9, "bfloat16": 835.0, "fp8": 1671.0, "l2": 50.0},
@@ -34,14 +36,14 @@ PUBLISHED = {
     "GB200": {"copy": 8.0, "bfloat16": 2500.0, "fp8": 5000.0, "fp4": 10000.0, "l2": 126.0},
     "B300": {"copy": 8.0, "bfloat16": 2250.0, "fp8": 4500.0, "fp4": 14000.0, "l2": 126.0},
 }
-#: Bits of what tensor cores multiply.
+#: Bits of the operands of tensor cores.
 _BITS = {"fp4": 4, "fp8": 8, "bfloat16": 16}
 _TIMES = ("us", "ms", "s")
 _MEMORY_MARGIN, _PRODUCT_MARGIN = 1.05, 1.1
 
 
 def published(gpu: str) -> dict[str, float]:
-    """Rates of a GPU's data sheet, without L2; empty if it is not known."""
+    """Return the rates of a GPU's data sheet, without L2; empty for an unknown GPU."""
     return {kind: rate for kind, rate in _sheet(gpu).items() if kind != "l2"}
 
 
@@ -51,14 +53,14 @@ def _sheet(gpu: str) -> dict[str, float]:
 
 
 def _products_roof(sheet: dict[str, float], text: str) -> float:
-    """TFLOP/s of products of operands in the formats ``text``, as in ``Record``."""
-    found = [re.search(r"fp([48])", part.lower()) for part in text.split(" x ")]
-    widest = max(16 if match is None else int(match[1]) for match in found)
+    """Return the TFLOP/s of products of operands in the formats ``text``, as in ``Record``."""
+    matches = [re.search(r"fp([48])", operand.lower()) for operand in text.split(" x ")]
+    widest = max(16 if match is None else int(match[1]) for match in matches)
     return max(rate for kind, rate in sheet.items() if _BITS.get(kind, 0) >= widest)
 
 
 def _least_from_memory(record: "Record", l2: float) -> float:
-    """Bytes of a record that the memory must move."""
+    """Return the bytes of a record that the memory must move."""
     if record.bytes is None:
         return 0.0
     work = work_of(vars(record))
@@ -69,7 +71,7 @@ def _least_from_memory(record: "Record", l2: float) -> float:
 
 
 def _rates(record: "Record", sheet: dict[str, float]) -> Iterator[tuple[str, float, float, str]]:
-    """Name of each rate of a record, the rate, its roof, and the unit of both."""
+    """Yield the name of each rate of a record, the rate, its roof, and the unit of both."""
     for kind, rate in record.ceilings.items():
         # A kernel that only reads is bounded by the same memory.
         roof = sheet.get("copy" if kind == "read" else kind)
@@ -90,14 +92,19 @@ def _rates(record: "Record", sheet: dict[str, float]) -> Iterator[tuple[str, flo
         )
 
 
-def impossible(record: "Record") -> str:
-    """Why no GPU of this name can be as fast as a record says; empty if it can, or if the GPU is
-    not known.
+def why_impossible(record: "Record") -> str:
+    """Return why the GPU of a record cannot be as fast as the record says.
+
+    Returns:
+        The reason; empty if the rates are possible or the GPU is unknown.
     """
     sheet = _sheet(record.gpu)
     if record.kind != "gpu" or not sheet:
         return ""
     for name, rate, roof, unit in _rates(record, sheet):
         if rate > roof:
-            return f"{name} take {rate:.4g} {unit}, {record.gpu} has at most {roof:.4g}: work or time are wrong"
+            return (
+                f"{name} take {rate:.4g} {unit}, {record.gpu} has at most {roof:.4g}: "
+                "work or time are wrong"
+            )
     return ""

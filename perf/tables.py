@@ -1,4 +1,4 @@
-"""The measured tables of the README as data: which records fill which cells."""
+"""The measured tables of the README, as data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from grouped.recipes import NAMES
 
-from .cases import OWN
+from .cases import MOE_OPTIONS
 from .records import Record
 from .suites.counts import ROUTINGS
 from .suites.memory import RECOMPUTED
@@ -15,12 +15,17 @@ from .suites.moe import SLICES
 
 @dataclass(frozen=True)
 class Cell:
-    """Which record a cell shows, by fields and entries of its case, and how.
+    """The record of a cell, and how it is shown.
 
-    ``show`` is ``"value"``, ``"flops"``, or ``"copy"`` for the share of that ceiling.
+    Attributes:
+        conditions: Fields of the record, and entries of its case.
+        show: ``"value"``, ``"flops"``, or ``"copy"`` for the share of that ceiling.
+        scale: Factor of the number.
+        digits: Digits after the point.
+        unit: Text behind the number.
     """
 
-    where: Mapping[str, Any]
+    conditions: Mapping[str, Any]
     show: str = "value"
     scale: float = 1.0
     digits: int = 0
@@ -29,16 +34,26 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table: its first cells, and what the records of all others have in common."""
+    """A row of a table.
+
+    Attributes:
+        titles: Its first cells.
+        conditions: Conditions of the records of all its other cells.
+    """
 
     titles: tuple[str, ...]
-    where: Mapping[str, Any]
+    conditions: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers: its head, what is shown, what is added to that, and what it is divided
-    by.
+    """A column of numbers.
+
+    Attributes:
+        title: Its head.
+        cell: The number that is shown.
+        plus: A number that is added.
+        over: A number by which it is divided.
     """
 
     title: str
@@ -51,27 +66,37 @@ class Column:
 class Table:
     """A table of the README between the markers of its name.
 
-    ``heads`` are titles of the first columns, that name the rows, ``where`` is what all its records
-    have in common, a ``kind`` among it, and ``summary`` the first sentence below it.
+    Attributes:
+        name: Name in the markers.
+        heads: Titles of the first columns, which name the rows.
+        rows: Rows.
+        columns: Columns of numbers.
+        conditions: Conditions of all records, a ``kind`` among them.
+        summary: First sentence below the table.
     """
 
     name: str
     heads: tuple[str, ...]
     rows: tuple[Row, ...]
     columns: tuple[Column, ...]
-    where: Mapping[str, Any]
+    conditions: Mapping[str, Any]
     summary: str = ""
 
 
 _H200 = {"kind": "gpu", "gpu": "NVIDIA H200"}
 
 
-def _of(quantity: str, digits: int = 0, scale: float = 1.0, unit: str = "", **where: Any) -> Cell:
-    return Cell({"quantity": quantity, **where}, "value", scale, digits, unit)
+def _cell(
+    quantity: str, digits: int = 0, scale: float = 1.0, unit: str = "", **conditions: Any
+) -> Cell:
+    """Return a cell that shows the value of a record."""
+    return Cell(
+        {"quantity": quantity, **conditions}, show="value", scale=scale, digits=digits, unit=unit
+    )
 
 
-def _time(**where: Any) -> Cell:
-    return _of("time", **where)
+def _time(**conditions: Any) -> Cell:
+    return _cell("time", **conditions)
 
 
 # The demo.
@@ -82,14 +107,14 @@ _DEMO = Table(
     ("recipe",),
     tuple(Row((name,), {"format": name}) for name in (*NAMES, _FULL_NVFP4)),
     (
-        Column("held-out loss at the start", _of("start loss", 3)),
-        Column("at the end, nats a byte", _of("end loss", 3)),
-        Column("above BF16", _of("end loss above BF16", 2, unit=" %")),
+        Column("held-out loss at the start", _cell("start loss", 3)),
+        Column("at the end, nats per byte", _cell("end loss", 3)),
+        Column("above BF16", _cell("end loss above BF16", 2, unit=" %")),
         *(
-            Column(f"SNR of {role}", _of(f"SNR of {role}", 1, unit=" dB"))
+            Column(f"SNR of {role}", _cell(f"SNR of {role}", 1, unit=" dB"))
             for role in ("weights", "activations", "gradients")
         ),
-        Column("ms a step", _of("time of a step")),
+        Column("ms per step", _cell("time of a step")),
     ),
     {"suite": "demo", "kind": "cpu", "contender": "ours"},
 )
@@ -97,8 +122,8 @@ _DEMO = Table(
 _GIB = 2.0**-30
 
 
-def _bytes(quantity: str, model: str) -> Cell:
-    return _of(quantity, 2, _GIB, model=model)
+def _gib(quantity: str, model: str) -> Cell:
+    return _cell(quantity, 2, _GIB, model=model)
 
 
 _MEMORY = Table(
@@ -116,11 +141,11 @@ _MEMORY = Table(
         for model in SLICES
         for column in (
             Column(
-                f"{model}: kept",
-                _bytes("saved of activations", model),
-                _bytes("saved of weights", model),
+                f"{model}: saved",
+                _gib("saved of activations", model),
+                _gib("saved of weights", model),
             ),
-            Column("peak", _bytes("peak", model)),
+            Column("peak", _gib("peak", model)),
         )
     ),
     {"suite": "memory", "kind": "cpu", "layer": "moe"},
@@ -135,8 +160,8 @@ _ELEMENTS = _ROWS * _COLS
 
 
 def _quantizer(title: str, text: str, directions: str, amax: str, **more: Any) -> Row:
-    where = {"op": "quantize", "format": text, "directions": directions, "amax": amax}
-    return Row((title,), {**where, "contender": "ours", **more})
+    conditions = {"op": "quantize", "format": text, "directions": directions, "amax": amax}
+    return Row((title,), {**conditions, "contender": "ours", **more})
 
 
 _QUANTIZERS = (
@@ -149,8 +174,8 @@ _QUANTIZERS = (
 )
 
 
-def _each(quantity: str, digits: int = 2) -> Cell:
-    return _of(quantity, digits, 1 / _ELEMENTS)
+def _per_element(quantity: str, digits: int = 2) -> Cell:
+    return _cell(quantity, digits, 1 / _ELEMENTS)
 
 
 _COUNT_QUANTIZE = Table(
@@ -158,16 +183,22 @@ _COUNT_QUANTIZE = Table(
     ("kernel",),
     _QUANTIZERS,
     (
-        Column("thread instructions", _each("thread instructions", 1)),
-        Column("bytes read", _each("bytes read"), plus=_each("bytes read by TMA")),
-        Column("bytes written", _each("bytes written"), plus=_each("bytes written by TMA")),
+        Column("thread instructions", _per_element("thread instructions", 1)),
+        Column("bytes read", _per_element("bytes read"), plus=_per_element("bytes read by TMA")),
         Column(
-            "store sectors used",
-            _of("bytes written", scale=1 / 32, digits=2),
-            over=_of("sectors written"),
+            "bytes written",
+            _per_element("bytes written"),
+            plus=_per_element("bytes written by TMA"),
         ),
         Column(
-            "shared wavefronts a request", _of("shared wavefronts", 2), over=_of("shared accesses")
+            "store sectors used",
+            _cell("bytes written", scale=1 / 32, digits=2),
+            over=_cell("sectors written"),
+        ),
+        Column(
+            "shared wavefronts per request",
+            _cell("shared wavefronts", 2),
+            over=_cell("shared accesses"),
         ),
     ),
     {**_BLACKWELL, "rows": _ROWS, "cols": _COLS},
@@ -175,17 +206,18 @@ _COUNT_QUANTIZE = Table(
 
 
 def _tile_rows() -> tuple[Row, ...]:
+    """Return two rows per routing and tile: this package, and NVIDIA's example."""
     rows = []
     for name, sizes in ROUTINGS.items():
-        where = {"routing": sizes, "product": "fprop"}
+        conditions = {"routing": sizes, "product": "fprop"}
         title = "256 each" if name == "balanced" else sizes
         tiles = {"balanced": ("256x256", "256x128", "128x128"), "ragged": ("256x256", "128x128")}
         for tile in tiles.get(name, ("256x256",)):
             chosen = "ours" if tile == "256x256" else f"ours, tile {tile}"
             ours = {"contender": chosen, "format": "nvfp4:row_scaled x nvfp4"}
-            rows.append(Row((title, "ours", tile), {**where, **ours}))
+            rows.append(Row((title, "ours", tile), {**conditions, **ours}))
             theirs = {"contender": f"CUTLASS example, tile {tile}", "format": "nvfp4 x nvfp4"}
-            rows.append(Row(("", "example", tile), {**where, **theirs}))
+            rows.append(Row(("", "example", tile), {**conditions, **theirs}))
             title = ""
     return tuple(rows)
 
@@ -197,17 +229,17 @@ _COUNT_GEMM = Table(
     (
         Column(
             "MMA work / useful",
-            _of("MMA operations", 2),
+            _cell("MMA operations", 2),
             over=Cell({"quantity": "MMA operations"}, show="flops"),
         ),
-        Column("TMA load MB", _of("bytes read by TMA", scale=1e-6, digits=1)),
+        Column("TMA load MB", _cell("bytes read by TMA", scale=1e-6, digits=1)),
         Column(
             "store MB",
-            _of("bytes written by TMA", scale=1e-6, digits=1),
-            plus=_of("bytes written", scale=1e-6),
+            _cell("bytes written by TMA", scale=1e-6, digits=1),
+            plus=_cell("bytes written", scale=1e-6),
         ),
-        Column("thousand warp instructions", _of("warp instructions", scale=1e-3)),
-        Column("thousand shared wavefronts", _of("shared wavefronts", scale=1e-3)),
+        Column("thousand warp instructions", _cell("warp instructions", scale=1e-3)),
+        Column("thousand shared wavefronts", _cell("shared wavefronts", scale=1e-3)),
     ),
     {**_BLACKWELL, "n": 2048, "k": 2048},
 )
@@ -271,7 +303,7 @@ def _tokens(count: int) -> dict[str, int]:
 
 _GEMM = Table(
     "gemm-h200",
-    ("tokens an expert",),
+    ("tokens per expert",),
     (
         *(
             Row((str(n),), {**_tokens(n), "routing": "balanced"})
@@ -287,18 +319,18 @@ _GEMM_H100 = replace(
     _GEMM,
     name="gemm-h100",
     rows=tuple(Row((str(n),), {**_tokens(n), "routing": "balanced"}) for n in (1, 16, 128, 512)),
-    where={**_GEMM.where, "gpu": "NVIDIA H100 80GB HBM3"},
+    conditions={**_GEMM.conditions, "gpu": "NVIDIA H100 80GB HBM3"},
 )
 
 
-def _step(name: str, **where: Any) -> Column:
-    return Column(name, _of("time", 2, 1e-3, **where))
+def _step(name: str, **conditions: Any) -> Column:
+    return Column(name, _cell("time", 2, 1e-3, **conditions))
 
 
-_KEPT = ("FP8Block", "NVFP4RowScaled")
+_CACHED = ("FP8Block", "NVFP4RowScaled")
 _LAYER = Table(
     "layer-h200",
-    ("layer", "tokens an expert"),
+    ("layer", "tokens per expert"),
     tuple(
         Row((layer, str(n)), {"layer": layer, **_tokens(n)})
         for layer in ("linear", "mlp")
@@ -311,8 +343,8 @@ _LAYER = Table(
             for name in ("BF16", "NVFP4RowScaled", "FP8Block")
         ),
         *(
-            _step(f"{name}, weight kept", contender="ours, weight kept", format=name)
-            for name in _KEPT[::-1]
+            _step(f"{name}, cached weight", contender="ours, weight kept", format=name)
+            for name in _CACHED[::-1]
         ),
     ),
     {**_H200, "suite": "layer", "model": "DeepSeek-V3", "pass": "forward+backward"},
@@ -325,27 +357,38 @@ def _contenders(peers: tuple[str, ...], *more: str) -> tuple[Column, ...]:
         *(Column(f"{peer}, bf16", _time(contender=peer)) for peer in peers),
         *(Column(recipe, _time(contender="ours", format=recipe)) for recipe in ("BF16", *more)),
         *(
-            Column(f"{name}, weights kept", _time(contender="ours, weight kept", format=name))
-            for name in _KEPT
+            Column(f"{name}, cached weights", _time(contender="ours, weight kept", format=name))
+            for name in _CACHED
         ),
     )
 
 
-def _mixtures(name: str, passes: str, counts: tuple[tuple[int, ...], ...], *more: str) -> Table:
+def _mixtures(
+    name: str, passes: str, token_counts: tuple[tuple[int, ...], ...], *recipes: str
+) -> Table:
+    """Return a table of mixtures of experts; ``token_counts`` are those of each model."""
+    rows = []
+    for model, counts in zip(SLICES, token_counts, strict=True):
+        for scope in ("", "model") if model in MOE_OPTIONS else ("",):
+            for tokens in counts:
+                has_zipf = tokens == 4096 and not model.startswith("Mix")
+                for routing in ("random", "zipf") if has_zipf else ("random",):
+                    titles = (
+                        f"{model}, all options" if scope else model,
+                        f"{tokens}, Zipf" if routing == "zipf" else str(tokens),
+                    )
+                    conditions = {
+                        "model": model,
+                        "tokens": tokens,
+                        "routing": routing,
+                        "scope": scope or None,
+                    }
+                    rows.append(Row(titles, conditions))
     return Table(
         name,
         ("model", "tokens"),
-        tuple(
-            Row(
-                (f"{model}{scope and ', as it is'}", f"{n}{how and ', Zipf'}"),
-                {"model": model, "tokens": n, "routing": how or "random", "scope": scope or None},
-            )
-            for model, tokens in zip(SLICES, counts, strict=True)
-            for scope in ("", "model")[: 1 + (model in OWN)]
-            for n in tokens
-            for how in ("", "zipf")[: 1 + (n == 4096 and model[:3] != "Mix")]
-        ),
-        _contenders(("torch", "transformers", "quack"), *more),
+        tuple(rows),
+        _contenders(("torch", "transformers", "quack"), *recipes),
         {**_H200, "suite": "moe", "pass": passes},
         "Microseconds.",
     )
@@ -354,8 +397,11 @@ def _mixtures(name: str, passes: str, counts: tuple[tuple[int, ...], ...], *more
 _FEW = (64, 4096)
 _MOE = _mixtures("moe-h200", "forward", ((*_FEW, 32768), _FEW, _FEW, _FEW))
 _MOE_STEP = _mixtures(
-    *("moe-step-h200", "forward+backward", ((4096, 32768), (512, 2048), (4096,), (4096,))),
-    *("FP8Block", "NVFP4RowScaled"),
+    "moe-step-h200",
+    "forward+backward",
+    ((4096, 32768), (512, 2048), (4096,), (4096,)),
+    "FP8Block",
+    "NVFP4RowScaled",
 )
 
 
@@ -380,7 +426,7 @@ _HOST = Table(
         _call("bf16 GEMM", "bfloat16", **_PRODUCT),
         _call("`torch._grouped_mm`", "bfloat16", "torch", **_PRODUCT),
     ),
-    (Column("us", _of("host time")),),
+    (Column("us", _cell("host time")),),
     {**_H200, "suite": "host"},
 )
 
@@ -388,14 +434,24 @@ _HOST = Table(
 TABLES = {
     table.name: table
     for table in (
-        *(_DEMO, _MEMORY, _COUNT_QUANTIZE, _COUNT_GEMM, _QUANTIZE, _GEMM, _GEMM_H100),
-        *(_LAYER, _MOE, _MOE_STEP, _HOST),
+        _DEMO,
+        _MEMORY,
+        _COUNT_QUANTIZE,
+        _COUNT_GEMM,
+        _QUANTIZE,
+        _GEMM,
+        _GEMM_H100,
+        _LAYER,
+        _MOE,
+        _MOE_STEP,
+        _HOST,
     )
 }
 
 
-def matches(record: Record, where: Mapping[str, Any]) -> bool:
+def matches(record: Record, conditions: Mapping[str, Any]) -> bool:
+    """Return True if a record has these fields and entries of its case."""
     return all(
         wanted == (record.case[name] if name in record.case else getattr(record, name, None))
-        for name, wanted in where.items()
+        for name, wanted in conditions.items()
     )

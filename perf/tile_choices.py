@@ -195,7 +195,7 @@ def _layer(record: Record, meter: Meter) -> tuple[Case, Run]:
     if "top_k" in case:
         layer, rows = f"moe top {case['top_k']}", case["tokens"]
         shape: LayerShape = MoEShape(*sizes, case["top_k"])
-        work = functools.partial(MoEWork, own={"recompute": True} if recompute else None)
+        work = functools.partial(MoEWork, options={"recompute": True} if recompute else None)
     else:
         layer, rows = case["layer"], case["rows"]
         shape, work = LayerShape(*sizes), LayerWork
@@ -203,7 +203,9 @@ def _layer(record: Record, meter: Meter) -> tuple[Case, Run]:
     text += ", cached weights" * is_cached + ", recompute" * recompute
 
     def run() -> None:
-        work(layer, shape, rows, "random", case["pass"], meter.device).own(recipe, is_cached).run()
+        work(layer, shape, rows, "random", case["pass"], meter.device).package_step(
+            recipe, is_cached
+        ).run()
 
     return (text, rows), run
 
@@ -249,7 +251,7 @@ def _cases(records: Iterable[Record], meter: Meter) -> Iterator[tuple[Case, Run]
     """Yield all cases: those of the suite ``gemm`` with all models, fused calls, and records."""
     for shape, rows, product, _ in gemm.cases(Options(full=True)):
         for pair in PAIRS:
-            if pair.fits(product):
+            if pair.is_valid_for(product):
                 yield _product(shape, rows, product, pair, meter)
     yield from _fused_calls(meter)
     for record in records:

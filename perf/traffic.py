@@ -1,17 +1,16 @@
 """Work of a pass of a layer: the least bytes that a contender moves, and the useful operations.
 
 Both are derived from the case, the contender's name and its recipe, when it is measured and when an
-older record is read. The bytes are those of
+older record is read. The bytes count
 
 - inputs and results, each once;
-- weights of the groups that have rows, once for each product that reads them. Weights that were
-  quantized before are codes and scales. A call that quantizes them reads all of them in bf16 and
-  writes their codes as well;
-- gradients of the weights, and values that the backward pass reads: inputs of products, and those
-before SwiGLU.
+- the weights of groups with rows, once for each product that reads them. Kept weights are codes and
+  scales. A call that quantizes the weights reads all of them in bf16 and also writes their codes;
+- the gradients of the weights;
+- the values that are saved for the backward pass: inputs of products and inputs of SwiGLU.
 
-Values that kernels of one pass exchange are not counted, since kernels may be fused. Biases are not
-counted either: they are about a thousandth of the weights.
+Values that the kernels of one pass exchange do not count, since kernels may be fused. Biases do not
+count either: they are about a thousandth of the weights.
 """
 
 import dataclasses
@@ -23,22 +22,22 @@ from typing import Any
 from cute_kernels.formats import Format
 from grouped import recipes
 
-from .cases import OWN, split_rows
+from .cases import MOE_OPTIONS, split_rows
 from .suites.base import element_bytes
 
 _BF16 = 2.0
-#: Recipes of peers, by the name that they have in records: ours whose elements take as many bytes.
-_PEERS = {"FP8 rowwise": "FP8Current", "FP8 current": "FP8Current"}
+#: Recipes of peers, by their names in records: our recipes with as many bytes per element.
+_PEER_RECIPES = {"FP8 rowwise": "FP8Current", "FP8 current": "FP8Current"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The least work of a call.
+    """Least work of a call.
 
     Attributes:
-        flops: useful operations; padding is none.
-        once: bytes that come from memory or go there.
-        reused: bytes of each tensor that the call itself writes and reads again.
+        flops: Useful operations, without padding.
+        once: Bytes that are read from memory or written to it once.
+        reused: Bytes of each tensor that the call itself writes and reads again.
     """
 
     flops: float
@@ -47,30 +46,37 @@ class Work:
 
     @property
     def bytes(self) -> float:
+        """All bytes that the call moves."""
         return self.once + 2 * sum(self.reused)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Products:
-    """Products of rows with the weights (groups, n, k) of each of ``sizes``, of which ``filled``
-    groups have rows.
+    """Products of rows with several weights, one after the other.
+
+    Attributes:
+        rows: Rows of all groups.
+        filled_groups: Number of groups with rows; an expected value if a router chooses.
+        sizes: (n, k) of each weight (groups, n, k).
+        weight: Format of the weights.
+        input: Format of the inputs.
     """
 
     rows: float
     groups: int
-    filled: float
+    filled_groups: float
     sizes: tuple[tuple[int, int], ...]
     weight: Format | None
     input: Format | None
 
     def forward(self, quantizes: bool) -> Work:
-        """Work of the forward pass."""
+        """Return the work of the forward pass."""
         return self._sum(self._read(n * k, 1, quantizes) for n, k in self.sizes)
 
     def training(self, quantizes: bool) -> Work:
-        """Work of the forward and the backward pass."""
+        """Return the work of the forward and the backward pass."""
         terms = [self._read(n * k, 2, quantizes) for n, k in self.sizes]
-        # Gradients of the weights; of groups without rows they are zeros.
+        # Gradients of the weights, also the zeros of empty groups.
         terms += [Work(0.0, _BF16 * self.groups * n * k) for n, k in self.sizes]
         if self.input is not None:
             terms.append(
@@ -81,11 +87,11 @@ class _Products:
         return self._sum(terms, 3)
 
     def _read(self, elements: int, times: int, quantizes: bool) -> Work:
-        """Work of reading one weight in so many products."""
-        read, codes = self.filled * elements, element_bytes(self.weight)
+        """Return the work of reading one weight in ``times`` products."""
+        read, codes = self.filled_groups * elements, element_bytes(self.weight)
         if self.weight is None or not quantizes:
             return Work(0.0, times * codes * read)
-        # All groups are quantized, also those without rows.
+        # All groups are quantized, also empty ones.
         once = (_BF16 + times * codes) * self.groups * elements - times * codes * read
         return Work(0.0, once, (codes * read,) * times)
 
@@ -95,22 +101,21 @@ class _Products:
 
 
 def total(terms: list[Work]) -> Work:
-    """Sum of the work of several terms."""
+    """Return the sum of several terms."""
     reused = (size for term in terms for size in term.reused)
     return Work(sum(term.flops for term in terms), sum(term.once for term in terms), tuple(reused))
 
 
 def recipe_of(name: str) -> recipes.Recipe:
-    """The recipe of a record of layers.
+    """Return the recipe of a record of layers.
 
     Raises:
-        ValueError: ``name`` is no recipe of this package or of a peer.
+        ValueError: ``name`` is not a recipe of this package or of a peer.
     """
-    known = _PEERS.get(name, name)
+    known = _PEER_RECIPES.get(name, name)
     if known not in recipes.NAMES:
-        raise ValueError(
-            f"recipe must be one of {', '.join((*recipes.NAMES, *_PEERS))}, got {name!r}"
-        )
+        choices = ", ".join((*recipes.NAMES, *_PEER_RECIPES))
+        raise ValueError(f"recipe must be one of {choices}, got {name!r}")
     recipe: recipes.Recipe = getattr(recipes, known)()
     return recipe
 
@@ -120,74 +125,70 @@ def layer_work(
     contender: str,
     recipe: str,
     seed: int = 0,
-    own: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Work:
-    """The work of a pass of a layer, an MLP or a mixture of experts.
+    """Return the work of a pass of a layer, an MLP or a mixture of experts.
 
     Args:
-        case: as in ``Record``, of the suites ``layer`` and ``moe``.
-        contender: ``", weight kept"`` says that weights were quantized before.
-        recipe: name of the recipe.
-        seed: of the routing.
-        own: what a model has that others do not; by default that of ``OWN`` where ``scope`` is
-            ``"model"``.
+        case: Case of a record of the suites ``layer`` and ``moe``.
+        contender: Name of the contender. ``", weight kept"`` means that weights were quantized
+            before.
+        recipe: Name of the recipe.
+        seed: Seed of the routing.
+        options: Options that only some models have. By default those of ``MOE_OPTIONS`` if
+            ``scope`` is ``"model"``, or none.
 
     Raises:
-        ValueError: ``recipe`` is no recipe.
+        ValueError: ``recipe`` is not a recipe.
     """
-    if own is None:
-        own = OWN[case["model"]] if case.get("scope") == "model" else {}
-    formats, hidden, wide = recipe_of(recipe), case["hidden"], case["intermediate"]
+    if options is None:
+        options = MOE_OPTIONS[case["model"]] if case.get("scope") == "model" else {}
+    formats, hidden, intermediate = recipe_of(recipe), case["hidden"], case["intermediate"]
     quantized = {"weight": formats.weight, "input": formats.input}
-    mlp = ((2 * wide, hidden), (hidden, wide))
-    rows, tokens, filled = _routed(case, seed)
-    is_mixture, is_linear = (
-        "tokens" in case and case.get("scope") != "experts",
-        case.get("layer") == "linear",
-    )
-    products = [_Products(rows, case["experts"], filled, mlp[: 2 - is_linear], **quantized)]
+    mlp = ((2 * intermediate, hidden), (hidden, intermediate))
+    rows, tokens, filled_groups = _routed(case, seed)
+    is_mixture = "tokens" in case and case.get("scope") != "experts"
+    is_linear = case.get("layer") == "linear"
+    products = [_Products(rows, case["experts"], filled_groups, mlp[: 2 - is_linear], **quantized)]
     if is_mixture:
         products.append(_Products(tokens, 1, 1, ((case["experts"], hidden),), None, None))
-        if shared := own.get("shared_intermediate_size"):
+        if shared := options.get("shared_intermediate_size"):
             products.append(
                 _Products(tokens, 1, 1, ((2 * shared, hidden), (hidden, shared)), **quantized)
             )
     trains, quantizes = "backward" in case["pass"], not contender.endswith("weight kept")
-    x, y = tokens * hidden, (tokens if is_mixture else rows) * (2 * wide if is_linear else hidden)
-    # Gradients of the experts alone are by row.
-    dx = (tokens if is_mixture else rows) * hidden
-    again = x if formats.input is None else 0.0
-    inputs = Work(0.0, _BF16 * (x + y + trains * (y + dx + again)))
-    return total(
-        [inputs, *((each.training if trains else each.forward)(quantizes) for each in products)]
-    )
+    # The experts alone return results and gradients by row, a mixture by token.
+    results = tokens if is_mixture else rows
+    x = tokens * hidden
+    y = results * (2 * intermediate if is_linear else hidden)
+    dx = results * hidden
+    saved_x = x if formats.input is None else 0.0
+    inputs = Work(0.0, _BF16 * (x + y + trains * (y + dx + saved_x)))
+    return total([inputs, *((p.training if trains else p.forward)(quantizes) for p in products)])
 
 
 def _routed(case: Mapping[str, Any], seed: int) -> tuple[float, float, float]:
-    """Rows, tokens, and how many experts have rows: on the average, where a router chooses."""
+    """Return the rows, the tokens, and the number of experts with rows.
+
+    If a router chooses the experts, the last is an expected value.
+    """
     experts, routing = case["experts"], case.get("routing", "random")
     if "tokens" not in case:
-        return (
-            case["rows"],
-            case["rows"],
-            sum(map(bool, split_rows(routing, experts, case["rows"], seed))),
-        )
+        sizes = split_rows(routing, experts, case["rows"], seed)
+        return case["rows"], case["rows"], sum(map(bool, sizes))
     tokens, top_k = case["tokens"], case["top_k"]
     biases = [0.0] * experts
     if routing == "zipf":
         biases = [math.log(max(0.5, size)) for size in split_rows(routing, experts, tokens, seed)]
-    return (
-        tokens * top_k,
-        tokens,
-        sum(1 - (1 - chance) ** tokens for chance in _chances(biases, top_k)),
-    )
+    filled_groups = sum(1 - (1 - chance) ** tokens for chance in _chances(biases, top_k))
+    return tokens * top_k, tokens, filled_groups
 
 
 def _chances(biases: Sequence[float], top_k: int) -> list[float]:
-    """Probability that a token goes to each expert, whose logit is normal around a bias.
+    """Return the probability that a token goes to each expert.
 
-    An expert is chosen if its logit is above a threshold, by which ``top_k`` experts are chosen on
-    the average.
+    Logits are normal around the biases. An expert is chosen if its logit is above a threshold, at
+    which ``top_k`` experts are chosen on average.
     """
     normal = statistics.NormalDist()
     low, high = min(biases) - 10.0, max(biases) + 10.0
@@ -198,9 +199,9 @@ def _chances(biases: Sequence[float], top_k: int) -> list[float]:
     return chances
 
 
-def work_of(facts: Mapping[str, Any]) -> Work | None:
-    """The work that a record's fields say; None if they are not those of a pass of a layer."""
-    suite, case = facts["suite"], facts["case"]
+def work_of(fields: Mapping[str, Any]) -> Work | None:
+    """Return the work of a record by its fields; None if it is not a pass of a layer."""
+    suite, case = fields["suite"], fields["case"]
     if suite not in ("layer", "moe") and not (suite == "counts" and "pass" in case):
         return None
-    return layer_work(case, facts["contender"], facts.get("format", ""), facts.get("seed") or 0)
+    return layer_work(case, fields["contender"], fields.get("format", ""), fields.get("seed") or 0)

@@ -286,25 +286,29 @@ def k_grouped_gemm(
     rows: Tensor | None = None,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    """Rows of each group of A, transposed, times those of B.
+    """Multiply the transposed rows of each group of A by the rows of the group of B.
 
-    Plain operands are differentiable in a and b.
+    The op is differentiable in a and b if both operands are plain.
 
     Args:
-        a: (T, N) bf16, fp16 or fp32; or the codes of a ragged tensor's columnwise copy.
-        b: (T, K) of the dtype of ``a``; or the codes of the columnwise copy of a tensor with
-            the same offs.
+        a: (T, N), bf16, fp16 or fp32; or the codes of the columnwise copy of a ragged tensor.
+        b: (T, K) of the dtype of ``a``; or the codes of the columnwise copy of a tensor with the
+            same offs.
         offs: (G,) int32 end rows.
         alpha: (G,) fp32 factors.
-        out_dtype: as for ``m_grouped_gemm``, and so all up to ``b_format``.
-        accumulation: as for ``m_grouped_gemm``; "split" by default.
-        rows: (T,) int32, the row of ``b`` (S, K) that is beside each row of ``a``, as for
-            ``m_grouped_gemm``; of plain operands.
-        inverse: likewise.
+        out_dtype: As for ``m_grouped_gemm``.
+        a_scales: As for ``m_grouped_gemm``.
+        b_scales: As for ``m_grouped_gemm``.
+        a_format: As for ``m_grouped_gemm``.
+        b_format: As for ``m_grouped_gemm``.
+        accumulation: As for ``m_grouped_gemm``; "split" by default.
+        rows: (T,) int32, the row of ``b`` (S, K) for each row of ``a``, as for ``m_grouped_gemm``.
+            Only for plain operands.
+        inverse: (S, k) int32, as for ``m_grouped_gemm``.
 
     Returns:
-        (G, N, K); zeros for an empty group. The ``_out`` form leaves those alone when
-        accumulating.
+        (G, N, K); zeros for an empty group. The ``_out`` form does not write empty groups when it
+        accumulates.
 
     Defined by:
         Op class: ``cute_kernels.ops.gemm.op.KGroupedGemm``
@@ -328,49 +332,46 @@ def m_grouped_gemm(
     rows: Tensor | None = None,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    """Rows of each group of A times its matrix of B.
+    """Multiply the rows of each group of A by the group's matrix of B.
 
-    Plain operands are differentiable in a, b and bias. A plain ``a`` beside a quantized ``b`` is
-    multiplied by the values that b stands for (W4A16), and so are codes of a byte beside those of
-    four bits (W4A8).
+    The op is differentiable in a, b and bias if both operands are plain. A plain ``a`` with a
+    quantized ``b`` is multiplied by the decoded values of ``b`` (W4A16). Codes of 8 bits with codes
+    of 4 bits are multiplied as decoded values, too (W4A8).
 
     Args:
-        a: (T, K) bf16, fp16 or fp32; or the codes of a ragged tensor's rowwise copy.
-        b: (G, N, K) of the dtype of ``a``, or (G, K, N) with ``transpose_b``; or the codes of a
-            uniform tensor's rowwise copy (fprop), or with ``transpose_b`` of its columnwise
-            one (dgrad), whose rows are padded to whole tiles: that ``a`` has as many
-            columns as the groups have rows cannot be seen here.
+        a: (T, K), bf16, fp16 or fp32; or the codes of the rowwise copy of a ragged tensor.
+        b: (G, N, K) of the dtype of ``a``, or (G, K, N) with ``transpose_b``. Or the codes of a
+            uniform tensor: of its rowwise copy (fprop), or with ``transpose_b`` of its columnwise
+            copy (dgrad). The rows of a columnwise copy are padded to whole tiles, so that K of
+            ``b`` cannot be checked against ``a``.
         offs: (G,) int32 end rows.
         bias: (G, N), added in fp32.
         alpha: (G,) fp32 factors.
-        transpose_b: contract over the rows of the groups of ``b`` (dgrad).
-        out_dtype: bf16, fp16 or fp32; the dtype of a plain ``a`` by default. Codes have no
-            dtype that it could follow: then it is bf16.
-        a_scales: what else the copy of ``a`` needs to be read (``Format.operand_names``), such
-            as its block scales and second level; None if plain.
-        b_scales: likewise of ``b``.
-        a_format: the text of the format of ``a``; None if plain.
-        b_format: likewise of ``b``.
-        prepacked: ``b`` has the order of bits of ``cute_kernels.prepack``, which kernels for
-            sm_90a and the reference take.
-        accumulation: how a tensor core adds the products of operands without block scales
-            (FP8): "fast", all of K in one accumulator, or "split", a fresh one every 128 of
-            K, each added to an fp32 sum. By default "fast" for fprop and "split" for dgrad.
-            On sm_90a, whose accumulators keep 13 fraction bits of FP8 sums, the bits
-            differ; elsewhere "split" is met by what the accumulator is anyway. Raises for
-            other operands.
-        rows: (T,) int32, the row of ``a`` that is each row of the product, such as ``token`` of
-            ``compute_routing``: ``a`` (S, K) then has any number of rows, and one group if
-            it is quantized, to a format whose scales are those of single rows. The bits are
-            those of the product of ``moe_gather(a, rows)``: an index that is none of the
-            rows stands for zeros. Kernels of two plain operands read rows of ``a`` where
-            they are, on sm_90a if that is faster (``launch.gathered``); others gather them
-            into memory first.
-        inverse: (S, k) int32, as for ``grouped_quantize``, of rows that are gathered into
-            memory.
+        transpose_b: Contract over the rows of the groups of ``b`` (dgrad).
+        out_dtype: bf16, fp16 or fp32. By default the dtype of a plain ``a``, or bf16 for codes,
+            which have no dtype to follow.
+        a_scales: The other tensors of the copy of ``a`` (``Format.operand_names``), such as its
+            block scales and global scale; None if ``a`` is plain.
+        b_scales: The other tensors of the copy of ``b``, likewise.
+        a_format: Text of the format of ``a``; None if it is plain.
+        b_format: Text of the format of ``b``; None if it is plain.
+        prepacked: ``b`` has the bit order of ``cute_kernels.prepack``. Kernels for sm_90a and the
+            reference support that.
+        accumulation: How a tensor core adds products of operands without block scales (FP8). "fast"
+            adds all of K in one accumulator. "split" uses a fresh accumulator every 128 of K, and
+            adds each to an fp32 sum. The default is "fast" for fprop and "split" for dgrad. The
+            bits differ on sm_90a, whose accumulators keep 13 fraction bits of FP8 sums. Elsewhere
+            the accumulator is as exact as "split" anyway. Other operands raise ValueError.
+        rows: (T,) int32, the row of ``a`` for each row of the product, such as ``token`` of
+            ``compute_routing``. Then ``a`` (S, K) has any number of rows, and one group if it is
+            quantized, to a format with scales of single rows. The result has the bits of the
+            product of ``moe_gather(a, rows)``: an index out of range stands for zeros. Kernels of
+            two plain operands read rows of ``a`` by the index, on sm_90a if that is faster
+            (``ops.gemm.gathered``). Other kernels gather the rows into memory first.
+        inverse: (S, k) int32, as for ``grouped_quantize``, for rows that are gathered into memory.
 
     Returns:
-        (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
+        (T, N); rows of the tail are zeros. The ``_out`` form does not write rows of the tail.
 
     Defined by:
         Op class: ``cute_kernels.ops.gemm.op.MGroupedGemm``
@@ -399,25 +400,28 @@ def m_grouped_gemm_activate(
     quantize_to: str | None = None,
     amax: Tensor | None = None,
 ) -> list[Tensor]:
-    """``m_grouped_gemm`` and ``moe_activate`` of that in one kernel, with the bits of the two.
+    """Compute ``m_grouped_gemm`` and ``moe_activate`` of the result in one kernel.
 
-    So z, the product with its factors and bias, is rounded to ``out_dtype`` before the activation.
+    The result has the bits of the two ops: z, the product with its factors and bias, is rounded to
+    ``out_dtype`` before the activation.
 
     Args:
-        a: as for ``m_grouped_gemm``, and so all up to ``accumulation``.
-        b: (G, N, K), or (G, 2 N, K) of a gated activation, whose rows are halves [A | B].
-        epilogue: its text, as ``moe_activate`` takes it.
-        interleaved: rows of ``b`` (and of ``bias``) for the two inputs of a gated activation
+        a: As for ``m_grouped_gemm``, and so are all arguments up to ``accumulation``.
+        b: (G, N, K), or (G, 2 N, K) for a gated activation, whose rows are halves [A | B].
+        epilogue: Text of the activation, as for ``moe_activate``.
+        interleaved: Rows of ``b`` (and of ``bias``) for the two inputs of a gated activation
             alternate, A first.
-        keeps_z: z is returned, too, with columns in the order of the rows of ``b``.
-        quantize_to: text of a format to which a, rounded to ``out_dtype``, is quantized
-            instead, without z.
-        amax: (G,) fp32, its second level, of a format that has one: as for
+        keeps_z: Return z, too, with columns in the order of the rows of ``b``.
+        quantize_to: Text of a format. The activated result, rounded to ``out_dtype``, is quantized
+            to it, and z is not returned.
+        amax: (G,) fp32, the amaxes of the result, for a format with a global scale, as for
             ``grouped_quantize``.
 
     Returns:
-        a (T, N), then z (T, N or 2 N) if kept; rows of the tail are zeros. The ``_out`` form
-        leaves them alone. Or what ``grouped_quantize`` of a with ``offs`` and ``amax`` returns.
+        The activated result (T, N), then z (T, N or 2 N) with ``keeps_z``; rows of the tail are
+        zeros. The ``_out`` form does not write rows of the tail. With ``quantize_to`` it returns
+        the tensors that ``grouped_quantize`` of the activated result with ``offs`` and ``amax``
+        returns.
 
     Defined by:
         Op class: ``cute_kernels.ops.gemm.fused_op.MGroupedGemmActivate``
@@ -442,23 +446,24 @@ def m_grouped_quantize_gemm(
     rows: Tensor | None = None,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    """``grouped_quantize`` of ``a`` and ``m_grouped_gemm`` of that in one op.
+    """Compute ``grouped_quantize`` of ``a`` and ``m_grouped_gemm`` of the result in one op.
 
-    The result has the bits of the two. On sm_90a, whose tensor cores multiply fp16, the NVFP4 A
-    never exists as codes: the quantizer writes code times block scale, the operand of the GEMM.
-    Other arguments are those of ``m_grouped_gemm``, of a quantized ``b``.
+    The result has the bits of the two ops. The tensor cores of sm_90a multiply fp16, so there the
+    NVFP4 A never exists as codes: the quantizer writes code times block scale, which is the operand
+    of the GEMM. Other arguments are those of ``m_grouped_gemm`` with a quantized ``b``.
 
     Args:
-        a: (T, K) bf16, fp16 or fp32.
-        a_format: the text of the format that ``a`` is quantized to.
+        a: (T, K), bf16, fp16 or fp32.
+        a_format: Text of the format to which ``a`` is quantized.
         out_dtype: bf16, fp16 or fp32; bf16 by default, as in the second of the two ops.
-        seed: as for ``grouped_quantize``.
-        activation: as for ``grouped_quantize``, of ``a``: (T, 2K) of a gated one.
-        rows: as for ``grouped_quantize``, of ``a``; there are R rows then.
-        inverse: likewise.
+        seed: As for ``grouped_quantize``.
+        activation: Activation of ``a``, as for ``grouped_quantize``: ``a`` is (T, 2K) if it is
+            gated.
+        rows: (R,) int32, rows of ``a``, as for ``grouped_quantize``. Then the product has R rows.
+        inverse: (S, k) int32, as for ``grouped_quantize``.
 
     Returns:
-        (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
+        (T, N); rows of the tail are zeros. The ``_out`` form does not write rows of the tail.
 
     Defined by:
         Op class: ``cute_kernels.ops.gemm.fused_op.MGroupedQuantizeGemm``
@@ -488,14 +493,14 @@ def m_grouped_quantize_gemm_activate(
     quantize_to: str | None = None,
     amax: Tensor | None = None,
 ) -> list[Tensor]:
-    """``grouped_quantize`` of ``a`` and ``m_grouped_gemm_activate`` of that in one op.
+    """Compute ``grouped_quantize`` of ``a`` and ``m_grouped_gemm_activate`` in one op.
 
     Args:
-        a: as for ``m_grouped_quantize_gemm``, and so all up to ``inverse``.
-        epilogue: as for ``m_grouped_gemm_activate``, and so all behind it.
+        a: As for ``m_grouped_quantize_gemm``, and so are all arguments up to ``inverse``.
+        epilogue: As for ``m_grouped_gemm_activate``, and so are all arguments after it.
 
     Returns:
-        As ``m_grouped_gemm_activate``.
+        As for ``m_grouped_gemm_activate``.
 
     Defined by:
         Op class: ``cute_kernels.ops.gemm.fused_op.MGroupedQuantizeGemmActivate``

@@ -23,7 +23,7 @@ from .calibrate import input_amaxes
 from .config import Quantized, check_plain, config_files, describes_quantization
 from .files import CLAIM, CONFIG, OF_CHECKPOINTS, SHARD_BYTES, Reader, Writer, progress
 from .layouts import Layout, writable
-from .plain_tensors import check_finite, quantized, signal_to_noise
+from .plain_tensors import check_finite, quantize_weight, signal_to_noise
 from .weights import ALIASES
 
 #: The layout of each format, unless another is named.
@@ -134,7 +134,7 @@ def convert(
                 if partner in files:
                     other = _checked(partner, files[partner].to(device), is_one, transposed, record)
                     amax = torch.maximum(amax, other.abs().amax((1, 2)).float())
-            parts = quantized(weight, record.fmt, amax)
+            parts = quantize_weight(weight, record.fmt, amax)
             weights.append(Quantized(name.removesuffix(".weight"), not is_one))
             for suffix, t in record.stored(parts.expert(0) if is_one else parts).items():
                 writer.add(weights[-1].tensor(suffix), t)

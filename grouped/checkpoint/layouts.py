@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_kernels.formats import NVFP4, Format, FP8Block
 
 from .files import MODELOPT_CONFIG
-from .plain_tensors import Parts
+from .plain_tensors import WeightTensors
 
 _TENSOR_MAX = NVFP4().tensor_max
 
@@ -57,7 +57,7 @@ class Layout:
     ignore_keys: tuple[str, ...] = ("ignore",)
     extra_files: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {}
     misread: str | None = None
-    read: Callable[[Tensor, Tensor], Parts] | None = None
+    read: Callable[[Tensor, Tensor], WeightTensors] | None = None
     scale: torch.dtype | None = None
     shapes: Callable[[int, int], tuple[tuple[int, ...], tuple[int, ...]]] | None = None
     check: Callable[[Callable[[], Tensor], Tensor], None] | None = None
@@ -80,21 +80,21 @@ class Layout:
         assert self.level is not None
         return self.level[0](amax.double()).float()
 
-    def parts(self, *stored: Tensor) -> Parts:
+    def parts(self, *stored: Tensor) -> WeightTensors:
         """What the tensors of a file are."""
         if self.read is not None:
             return self.read(*stored)
         codes, scales, *level = stored
         if self.level is None:
-            return Parts(codes, scales)
-        return Parts(codes, scales, self.amax(level[0]).reshape(codes.shape[:-2]))
+            return WeightTensors(codes, scales)
+        return WeightTensors(codes, scales, self.amax(level[0]).reshape(codes.shape[:-2]))
 
     def amax(self, level: Tensor) -> Tensor:
         """The fp32 amax that a stored second level was made of."""
         assert self.level is not None
         return self.level[1](level.double()).float()
 
-    def stored(self, parts: Parts) -> dict[str, Tensor]:
+    def stored(self, parts: WeightTensors) -> dict[str, Tensor]:
         """The tensors of a file by suffix.
 
         Raises:
@@ -117,7 +117,7 @@ class Layout:
         return dict(zip(self.suffixes, tensors, strict=True))
 
 
-def exact_nvfp4(blocks: Tensor, exponents: Tensor) -> Parts:
+def exact_nvfp4(blocks: Tensor, exponents: Tensor) -> WeightTensors:
     """MXFP4 weights as NVFP4: the same codes, each scale for two blocks of 16.
 
     A block scale of NVFP4 is E4M3, which has the powers of two from 2^-9 to 2^8; a second level
@@ -134,7 +134,9 @@ def exact_nvfp4(blocks: Tensor, exponents: Tensor) -> Parts:
     is_zero, e, top = _check_span(blocks, exponents)
     scales = (e - (top - _E4M3_TOP)[:, None, None]).masked_fill(is_zero, 0).float().exp2()
     amax = ((top - _E4M3_TOP).double().exp2() * _TENSOR_MAX).float()
-    return Parts(blocks.flatten(-2), scales.to(torch.float8_e4m3fn).repeat_interleave(2, -1), amax)
+    return WeightTensors(
+        blocks.flatten(-2), scales.to(torch.float8_e4m3fn).repeat_interleave(2, -1), amax
+    )
 
 
 def _check_span(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,7 +266,7 @@ LAYOUTS = {
             FP8Block(block=(128, 128), pow2_scales=False),
             (".weight", ".weight_scale"),
             {},
-            read=Parts,
+            read=WeightTensors,
         ),
         Layout(
             "gpt-oss",

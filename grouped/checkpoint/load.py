@@ -20,22 +20,22 @@ from ..ownership import RULES, UNFILLABLE, Owner, Ownership, refill, retire
 from ..tensor.dtensor_parts import local_part
 from ..tensor.grouped_tensor import GroupedTensor
 from .config import check_config
-from .extras import changing, harmless
+from .extras import find_harmless, find_result_changing
 from .files import Reader, progress
 from .layouts import LAYOUTS, stacked_suffix
-from .plain_tensors import joined_rows, reconciled, stacked
-from .plans import Plan, find_other, find_weight
+from .plain_tensors import join_rows, reconcile, stack_experts
+from .plans import Plan, find_plain_tensor, find_weight
 from .shards import (
-    agree,
-    as_parameter,
     check_can_fill,
     check_can_quantize,
     fill,
     local_rows,
-    tell_owner,
+    make_parameter,
+    raise_on_all_ranks,
+    update_owner,
 )
 from .stored import Stored
-from .weights import ExpertWeight, expert_weights, named_state, renamed
+from .weights import ExpertWeight, expert_weights, rename_path, state_dict_with_aliases
 
 
 @dataclass
@@ -113,14 +113,14 @@ def load(
     """
     check_kind(bool, strict=strict)
     check_kind(nn.Module, module=module)
-    named = named_state(module)
+    named = state_dict_with_aliases(module)
     tensors = [t for _, t in named]
     try:
         work = _prepare(module, named, Path(folder), rename, strict)
     except Exception:
-        agree(tensors, has_error=True)  # Other ranks must not wait for this one.
+        raise_on_all_ranks(tensors, has_error=True)  # Other ranks must not wait for this one.
         raise
-    agree(tensors, has_error=False)
+    raise_on_all_ranks(tensors, has_error=False)
     return work.run()
 
 
@@ -149,7 +149,7 @@ class _Work(NamedTuple):
     def _parts(self) -> Iterator[tuple[Stored, range | None]]:
         for plan, _ in self.plans:
             groups = local_rows(plan.weight.parameter)
-            yield from ((s, groups) for s in plan.of_groups(groups))
+            yield from ((s, groups) for s in plan.select_groups(groups))
         for other in self.others:
             yield other.stored, None
 
@@ -194,8 +194,8 @@ def _prepare(
     others, copies = list[_Other](), list[tuple[str, str]]()
     for keys, t in named:
         if keys[0] not in expert_keys:
-            names = [renamed(key, rename) for key in keys]
-            stored, more = find_other(names, t, files, missing)
+            names = [rename_path(key, rename) for key in keys]
+            stored, more = find_plain_tensor(names, t, files, missing)
             others.append(_Other(keys, t, stored))
             copies += [(stored.names[0], name) for name in more]
     used = _used([*(s for plan in plans for s in plan.stored), *(other.stored for other in others)])
@@ -318,10 +318,10 @@ def _sort_unexpected(module: nn.Module, files: Reader, used: set[str], report: R
     names = [name for name in files if name not in used and name not in report.ignored]
     patterns = getattr(module, "_keys_to_ignore_on_load_unexpected", None)
     ignored = set(
-        harmless(names, used, patterns if isinstance(patterns, list | tuple | set) else ())
+        find_harmless(names, used, patterns if isinstance(patterns, list | tuple | set) else ())
     )
     names = [name for name in names if name not in ignored]
-    change, neutral = changing(names, used, files.__getitem__)
+    change, neutral = find_result_changing(names, used, files.__getitem__)
     if change:
         raise ValueError(
             f"{files.where(change[0])} changes the results of the weight beside it, and is not applied here"
@@ -394,9 +394,9 @@ def _values(plan: Plan, groups: range | None) -> Tensor:
     if plan.is_stacked:
         return plan.stored[0].plain(groups)
     weight = plan.weight
-    matrices = [stored.plain() for stored in plan.of_groups(groups)]
+    matrices = [stored.plain() for stored in plan.select_groups(groups)]
     dense = torch.stack(
-        [joined_rows(of_one, weight.interleaved) for of_one in plan.by_expert(matrices)]
+        [join_rows(of_one, weight.interleaved) for of_one in plan.split_by_expert(matrices)]
     )
     return dense.mT if weight.transposed and not weight.is_bias else dense
 
@@ -414,14 +414,14 @@ def _replace(plan: Plan, owner: Owner | None, report: Report) -> None:
         whole = plan.stored[0].parts(read, device)
     else:
         experts = []
-        parts = [stored.parts(None, device) for stored in plan.of_groups(read)]
-        for expert, of_one in zip(read, plan.by_expert(parts), strict=True):
-            joined, noise = reconciled(of_one, fmt, weight.interleaved)
+        parts = [stored.parts(None, device) for stored in plan.select_groups(read)]
+        for expert, of_one in zip(read, plan.split_by_expert(parts), strict=True):
+            joined, noise = reconcile(of_one, fmt, weight.interleaved)
             experts.append(joined)
             if noise is not None and groups:
                 report.reconciled[f"{weight.path}.{expert}".lstrip(".")] = noise
-        whole = stacked(experts)
+        whole = stack_experts(experts)
     quantized = GroupedTensor.from_parts(fmt, *whole, dtype=old.dtype)
-    weight.replace(as_parameter(old, quantized if groups else quantized[:0], weight.shape))
-    tell_owner(owner)
+    weight.replace(make_parameter(old, quantized if groups else quantized[:0], weight.shape))
+    update_owner(owner)
     report.layouts[weight.key] = layout.name

@@ -17,8 +17,8 @@ from ..tensor.grouped_tensor import GroupedTensor
 from .config import Quantized, check_model_config, check_plain, checked_scales, config_files
 from .files import SHARD_BYTES, Writer, progress
 from .layouts import Layout, stacked_suffix, writable
-from .plain_tensors import Parts, check_finite, parts_of, quantized, split_rows
-from .weights import ExpertWeight, expert_weights, renamed, state_of
+from .plain_tensors import WeightTensors, check_finite, quantize_weight, split_rows, weight_tensors
+from .weights import ExpertWeight, expert_weights, rename_path, untied_state_dict
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def save(
     weights = {weight.key: weight for weight in expert_weights(module, rename)}
     if not weights:
         raise ValueError(f"{type(module).__name__} has no experts, which alone are quantized")
-    state = state_of(module)
+    state = untied_state_dict(module)
     for key, weight in weights.items():
         if not weight.is_bias:
             _check_holds(key, weight, record, stacked)
@@ -88,7 +88,7 @@ def save(
     _warn_of_names(module, quantized)
     scales = checked_scales(input_scales, record, quantized)
     plain = [
-        renamed(key, rename).removesuffix(".weight")
+        rename_path(key, rename).removesuffix(".weight")
         for key in _plain_matrices(module)
         if key not in weights
     ]
@@ -98,7 +98,7 @@ def save(
                 for name, part in _stored(weights[key], record, stacked):
                     writer.add(name, part)
             else:
-                writer.add(renamed(key, rename), t)
+                writer.add(rename_path(key, rename), t)
         for name, scale in scales.items():
             writer.add(name, scale)
         writer.close(lambda: config_files(config, record, quantized, plain, writer.names))
@@ -211,7 +211,11 @@ def _stored(weight: ExpertWeight, layout: Layout, stacked: bool) -> Iterator[tup
     if not isinstance(held, GroupedTensor):
         check_finite(weight.key, held)
     if stacked:
-        whole = parts_of(held) if isinstance(held, GroupedTensor) else quantized(held, layout.fmt)
+        whole = (
+            weight_tensors(held)
+            if isinstance(held, GroupedTensor)
+            else quantize_weight(held, layout.fmt)
+        )
         for suffix, t in layout.stored(whole).items():
             yield name + stacked_suffix(suffix), t
         return
@@ -221,20 +225,20 @@ def _stored(weight: ExpertWeight, layout: Layout, stacked: bool) -> Iterator[tup
                 yield of + suffix, t
 
 
-def _split(held: Tensor, weight: ExpertWeight, fmt: Format) -> Iterator[list[Parts]]:
+def _split(held: Tensor, weight: ExpertWeight, fmt: Format) -> Iterator[list[WeightTensors]]:
     count = len(weight.projections)
     if isinstance(held, GroupedTensor):
-        whole = parts_of(held)
+        whole = weight_tensors(held)
         for g in range(weight.shape[0]):
             one = whole.expert(g)
             codes, scales = (
                 split_rows(t, count, weight.interleaved) for t in (one.codes, one.scales)
             )
-            yield [Parts(c, s, one.amax) for c, s in zip(codes, scales, strict=True)]
+            yield [WeightTensors(c, s, one.amax) for c, s in zip(codes, scales, strict=True)]
         return
     for expert in held:
         amax = expert.abs().amax().float()[None] if fmt.global_scale is not None else None
         yield [
-            quantized(rows[None], fmt, amax).expert(0)
+            quantize_weight(rows[None], fmt, amax).expert(0)
             for rows in split_rows(expert, count, weight.interleaved)
         ]

@@ -12,7 +12,7 @@ from cute_kernels.layout.shapes import ceil_div
 
 from .files import PLAIN_DTYPES, Header, Reader
 from .layouts import LAYOUTS, Layout
-from .plain_tensors import Parts
+from .plain_tensors import WeightTensors
 
 #: Dtypes by their names in safetensors; of those that it does not have no tensor is read.
 _DTYPES = {
@@ -286,7 +286,7 @@ class Stored(NamedTuple):
             return level.reshape(self._lead)
         return level.expand(rows.stop - rows.start) if is_shared else level
 
-    def parts(self, groups: range | None, device: torch.device) -> Parts:
+    def parts(self, groups: range | None, device: torch.device) -> WeightTensors:
         """Read a quantized weight, or those experts of it."""
         assert self.layout is not None
         rows = slice(groups.start, groups.stop) if self._lead and groups is not None else None

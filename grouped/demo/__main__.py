@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         metavar="FILE",
         help="write what quantization does by step, layer, role and expert: JSON lines of "
-        "grouped.debug.inspect, which python -m perf dashboard draws",
+        "grouped.inspect.inspect_quantization, which python -m perf dashboard draws",
     )
     for config in (TrainConfig(), ModelConfig()):
         for name, default in asdict(config).items():

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grouped import inspect as debug
 from grouped import recipes
+from grouped.inspect import QuantizationInspector, inspect_quantization
 
 from ..tensor.validation import check_size
 from .data import Batch, Corpus, sample_batch
@@ -23,7 +23,7 @@ _BALANCE_WEIGHT = 0.01
 _MAX_GRAD_NORM = 1.0
 _MOST_HELD_OUT_BATCHES = 8
 _INSPECTED_STEPS = 16
-#: What enters the products of a grouped linear layer, and the lens's names of it.
+#: What enters the products of a grouped linear layer, and the inspector's names of it.
 ROLES = {"weights": "weight", "activations": "input", "gradients": "grad_output"}
 #: Fixed: runs of any seed are measured on the same batches.
 _HELD_OUT_SEED = 1234
@@ -133,7 +133,7 @@ def train(
         config: how to train.
         on_step: called after each step with its loss.
         inspect: file to which what quantization did is appended, in about 16 of the steps
-            (``grouped.debug.inspect``).
+            (``grouped.inspect.inspect_quantization``).
 
     Returns:
         The losses and measurements. Ctrl-C ends the training, but what was learned until then
@@ -149,7 +149,7 @@ def train(
             inputs, targets = sample_batch(data, config.batch, model_config.context, generator)
             yield inputs.to(config.device), targets.to(config.device)
 
-    lens = debug.inspect(model)
+    inspector = inspect_quantization(model)
     held_out = list(batches(corpus.held_out, config.held_out_batches, _HELD_OUT_SEED))
     try:
         run.start_loss = _evaluate(model, held_out)
@@ -160,13 +160,13 @@ def train(
             config,
             run,
             on_step,
-            lens,
+            inspector,
             every,
         )
     except KeyboardInterrupt:
         run.interrupted = True
     if inspect is not None:
-        lens.save(inspect, run=recipe, append=True)
+        inspector.save(inspect, run=recipe, append=True)
     try:
         run.end_loss = _evaluate(model, held_out)
     except KeyboardInterrupt:
@@ -180,12 +180,12 @@ def _train_steps(
     config: TrainConfig,
     run: Run,
     on_step: Callable[[float], None],
-    lens: debug.inspect,
+    inspector: QuantizationInspector,
     every: int | None,
 ) -> None:
     """Take all steps, noting their measurements in ``run`` as they come.
 
-    The lens looks at every so many of them, counted from the last one.
+    The inspector looks at every so many of them, counted from the last one.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     for step, (inputs, targets) in enumerate(batches):
@@ -194,7 +194,7 @@ def _train_steps(
         looks = left == 0 or (every is not None and left % every == 0)
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate_at(step)
-        with lens if looks else contextlib.nullcontext():
+        with inspector if looks else contextlib.nullcontext():
             output = model(inputs)
             loss = _cross_entropy(output.logits, targets)
             optimizer.zero_grad()
@@ -206,8 +206,8 @@ def _train_steps(
         run.step_seconds.append(time.perf_counter() - started)
         run.load = ExpertLoad.of(output.tokens_per_expert)
         if not left:
-            run.snr_db = _mean_db(lens)
-        lens.step()
+            run.snr_db = _mean_db(inspector)
+        inspector.step()
         on_step(run.losses[-1])
 
 
@@ -224,7 +224,7 @@ def _evaluate(model: LanguageModel, batches: list[Batch]) -> float:
     )
 
 
-def _mean_db(lens: debug.inspect) -> dict[str, float | None]:
+def _mean_db(inspector: QuantizationInspector) -> dict[str, float | None]:
     """Mean signal-to-noise ratio over the layers in the last step, by role;
 
     None for a role without one.
@@ -233,7 +233,7 @@ def _mean_db(lens: debug.inspect) -> dict[str, float | None]:
     """
     entries = [
         entry
-        for entry in lens.summary()
+        for entry in inspector.summary()
         if entry["direction"] == "rowwise" and entry["snr_db"] is not None
     ]
     found = {

@@ -1,20 +1,21 @@
 """``linear``, ``grouped_gemm`` and ``quantize`` of DTensors: each rank computes its part.
 
-| weight (G, N, K) | x (T, K) | y (T, N) | gradient of x | |---|---|---|---| | ``Replicate()`` |
-``Replicate()`` | ``Replicate()`` | ``Replicate()`` | | ``Shard(0)``, groups | ``Replicate()`` |
-``Partial()``: zeros in rows of other ranks' groups | ``Partial()`` | | ``Shard(1)``, columns of y |
-``Replicate()`` | ``Shard(1)`` | ``Partial()`` | | ``Shard(2)``, columns of x | ``Shard(1)``, and no
-bias | ``Partial()`` | ``Shard(1)`` |
+The placements along each dimension of the mesh decide:
 
-Along each dimension of the mesh; with ``transpose_b`` N and K change places. Operands of other
-placements are
-redistributed: weights whose groups the ranks do not divide and those beside quantized x are
-gathered, as are both operands of ragged products. ``offs`` are those of all rows, the same on each
-rank.
+| weight (G, N, K) | x (T, K) | y (T, N) | gradient of x |
+|---|---|---|---|
+| ``Replicate()`` | ``Replicate()`` | ``Replicate()`` | ``Replicate()`` |
+| ``Shard(0)``, groups | ``Replicate()`` | ``Partial()``: zeros in rows of other ranks' groups | ``Partial()`` |
+| ``Shard(1)``, columns of y | ``Replicate()`` | ``Shard(1)`` | ``Partial()`` |
+| ``Shard(2)``, columns of x | ``Shard(1)``, and no bias | ``Partial()`` | ``Shard(1)`` |
+
+With ``transpose_b`` N and K change places. Operands of other placements are redistributed. Weights
+are gathered if the ranks do not divide their groups, or if x is quantized. Both operands of ragged
+products are gathered. ``offs`` are the end rows of all rows, the same on each rank.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,28 +23,38 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-import grouped
 from cute_kernels.formats import Format
 
-from ..tensor.dtensor_parts import local_part
+from ..tensor.dtensor_parts import from_local_part, local_part
 from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.offsets import as_offs
 
-_ALL, _SUM = Replicate(), Partial()
+_REPLICATE, _PARTIAL = Replicate(), Partial()
 
 
-def _rule(x: Any, weight: Any, groups: bool, columns: int, has_bias: bool) -> tuple[Any, ...]:
-    """Placements along one dimension of the mesh of x, weight, bias, alpha, y and the gradient of
-    x.
-    """
+class _Placements(NamedTuple):
+    """Placements of the tensors of a product along one dimension of the mesh."""
+
+    x: Any = _REPLICATE
+    weight: Any = _REPLICATE
+    bias: Any = _REPLICATE
+    alpha: Any = _REPLICATE
+    y: Any = _REPLICATE
+    dx: Any = _REPLICATE
+
+
+def _choose_placements(
+    x: Any, weight: Any, shards_groups: bool, columns: int, has_bias: bool
+) -> _Placements:
+    """Return the placements of a product from those of x and of the weight."""
     dim = weight.dim if type(weight) is Shard else None
-    if dim == 0 and groups:
-        return _ALL, weight, weight, weight, _SUM, _SUM
+    if dim == 0 and shards_groups:
+        return _Placements(weight=weight, bias=weight, alpha=weight, y=_PARTIAL, dx=_PARTIAL)
     if dim == columns:
-        return _ALL, weight, Shard(1), _ALL, Shard(1), _SUM
+        return _Placements(weight=weight, bias=Shard(1), y=Shard(1), dx=_PARTIAL)
     if dim == 3 - columns and x == Shard(1) and not has_bias:
-        return x, weight, _ALL, _ALL, _SUM, x
-    return (_ALL,) * 6
+        return _Placements(x=x, weight=weight, y=_PARTIAL, dx=x)
+    return _Placements()
 
 
 def product(
@@ -54,51 +65,73 @@ def product(
     bias: Any = None,
     alpha: Any = None,
     columns: int = 1,
-) -> DTensor:
-    """``call(x, weight, offs, bias, alpha)`` of each rank's part;
+) -> Tensor:
+    """Compute a product of DTensors.
 
-    ``columns`` of the weight are those of y.
+    Args:
+        call: computes the product of a rank's parts: ``call(x, weight, offs, bias, alpha)``.
+        x: (T, K).
+        weight: (G, N, K), or ragged (T, N).
+        offs: (G,) end rows, or None.
+        bias: (G, N), or None.
+        alpha: (G,) fp32 factors, or None.
+        columns: dimension of the weight that is the columns of y.
     """
-    mesh = _mesh_of(x, weight, *(t for t in (bias, alpha) if t is not None))
-    uniform = weight.dim() == 3
-    groups = uniform and not (len(weight) % mesh.size() or isinstance(local_part(x), GroupedTensor))
+    mesh = _common_mesh(x, weight, *(t for t in (bias, alpha) if t is not None))
+    is_uniform = weight.dim() == 3
+    shards_groups = is_uniform and not (
+        len(weight) % mesh.size() or isinstance(local_part(x), GroupedTensor)
+    )
     pairs = zip(x.placements, weight.placements, strict=True)
-    rules = [
-        _rule(*pair, groups, columns, bias is not None) if uniform else (_ALL,) * 6
+    by_mesh_dim = [
+        _choose_placements(*pair, shards_groups, columns, bias is not None)
+        if is_uniform
+        else _Placements()
         for pair in pairs
     ]
-    of_x, of_weight, of_bias, of_alpha, of_y, of_dx = (list(of) for of in zip(*rules, strict=True))
-    rows, part = _part(x, of_x, of_dx), _part(weight, of_weight)
-    vectors = [
-        None if t is None else _part(t, of) for t, of in ((bias, of_bias), (alpha, of_alpha))
-    ]
-    ends = _ends(offs, x)
-    if ends is not None and len(part) < len(weight):
-        _, (first, *_) = compute_local_shape_and_global_offset(weight.shape, mesh, of_weight)
-        start = ends[first - 1] if first else 0
-        row, count = torch.arange(len(x), device=x.device), max(1, len(x))
-        # Turned, so that theirs are the first rows and the others a tail that is not read.
-        rows, ends = (
-            rows.index_select(0, (row + start) % count),
-            ends[first : first + len(part)] - start,
+    placements = _Placements(*(list(column) for column in zip(*by_mesh_dim, strict=True)))
+    rows = _redistribute(x, placements.x, placements.dx)
+    local_weight = _redistribute(weight, placements.weight)
+    local_bias = None if bias is None else _redistribute(bias, placements.bias)
+    local_alpha = None if alpha is None else _redistribute(alpha, placements.alpha)
+    end_rows = _end_rows(offs, x)
+    if end_rows is not None and len(local_weight) < len(weight):
+        _, (first_group, *_) = compute_local_shape_and_global_offset(
+            weight.shape, mesh, placements.weight
         )
-        y = call(rows, part, ends, *vectors).index_select(0, (row - start) % count)
+        start = end_rows[first_group - 1] if first_group else 0
+        row, count = torch.arange(len(x), device=x.device), max(1, len(x))
+        # Rotate the rows: this rank's rows come first, the others are a tail that is not read.
+        rows = rows.index_select(0, (row + start) % count)
+        end_rows = end_rows[first_group : first_group + len(local_weight)] - start
+        y = call(rows, local_weight, end_rows, local_bias, local_alpha)
+        y = y.index_select(0, (row - start) % count)
     else:
-        y = call(rows, part, ends, *vectors)
-    return whole(y, mesh, of_y, (len(x), weight.shape[columns]) if uniform else tuple(y.shape))
+        y = call(rows, local_weight, end_rows, local_bias, local_alpha)
+    shape = (len(x), weight.shape[columns]) if is_uniform else tuple(y.shape)
+    return from_local_part(y, mesh, placements.y, shape)
 
 
-def quantize(x: Any, fmt: Format, offs: Any, **options: Any) -> DTensor:
-    """``grouped.quantize``: of whole groups ``Shard(0)``, if x has them so; else ``Replicate()``."""
-    refuse_random(fmt)
-    uniform = x.dim() == 3
-    placements = [p if uniform and p == Shard(0) else _ALL for p in x.placements]
-    made = grouped.quantize(_part(x, placements).detach(), fmt, offs=_ends(offs, x), **options)
-    return whole(made, x.device_mesh, placements, tuple(x.shape))
+def quantize(call: Callable[..., Tensor], x: Any, fmt: Format, offs: Any, **options: Any) -> Tensor:
+    """Quantize a DTensor: sharded along whole groups if ``x`` is, else replicated.
+
+    Args:
+        call: ``grouped.quantize``, for a rank's part.
+        x: (T, K), or (G, N, K).
+        fmt: the format.
+        offs: (G,) end rows, or None.
+        **options: other arguments of ``call``.
+    """
+    refuse_stochastic(fmt)
+    is_uniform = x.dim() == 3
+    placements = [p if is_uniform and p == Shard(0) else _REPLICATE for p in x.placements]
+    rows = _redistribute(x, placements).detach()
+    quantized = call(rows, fmt, offs=_end_rows(offs, x), **options)
+    return from_local_part(quantized, x.device_mesh, placements, tuple(x.shape))
 
 
-def refuse_random(*formats: Format | None) -> None:
-    """Raise for formats that draw numbers: ranks would draw each their own for the same values."""
+def refuse_stochastic(*formats: Format | None) -> None:
+    """Raise for stochastic formats: each rank would draw other numbers for the same values."""
     for fmt in formats:
         if fmt is not None and fmt.is_stochastic:
             raise ValueError(
@@ -106,7 +139,7 @@ def refuse_random(*formats: Format | None) -> None:
             )
 
 
-def _mesh_of(*operands: Any) -> DeviceMesh:
+def _common_mesh(*operands: Any) -> DeviceMesh:
     mesh: DeviceMesh = getattr(operands[0], "device_mesh", None) or operands[1].device_mesh
     if any(getattr(t, "device_mesh", None) != mesh for t in operands):
         raise TypeError(
@@ -115,20 +148,12 @@ def _mesh_of(*operands: Any) -> DeviceMesh:
     return mesh
 
 
-def _part(t: Any, placements: Any, gradient: Any = None) -> Tensor:
-    return t.redistribute(t.device_mesh, placements).to_local(grad_placements=gradient)
+def _redistribute(t: Any, placements: Any, gradient_placements: Any = None) -> Tensor:
+    """Return this rank's part of ``t`` under other placements."""
+    redistributed = t.redistribute(t.device_mesh, placements)
+    return redistributed.to_local(grad_placements=gradient_placements)
 
 
-def whole(
-    part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: tuple[int, ...]
-) -> DTensor:
-    """The tensor of which ``part`` is this rank's."""
-    strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
-    )
-
-
-def _ends(offs: Any, x: Tensor) -> Tensor | None:
+def _end_rows(offs: Any, x: Tensor) -> Tensor | None:
     offs = offs.full_tensor() if isinstance(offs, DTensor) else offs
     return None if offs is None else as_offs(offs, len(x), x.device)

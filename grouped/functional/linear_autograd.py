@@ -1,8 +1,8 @@
-"""``grouped.linear``: the grouped linear product, an op that has its gradients with it."""
+"""``grouped.linear``: the grouped linear product as an op with registered gradients."""
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,19 +11,17 @@ from torch.autograd import forward_ad
 from cute_kernels.formats import parse
 from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype, check_tensor, same_device
 from cute_kernels.ops.flops import register_flops
-from grouped.functional.flops import product_flops
 
-from ..inspect import Probe
-from ..recipes import ROLES, OfCall, Recipe, check_recipe
-from ..tensor.dtensor_parts import is_spread
-from ..tensor.grouped_tensor import GroupedTensor, handler
+from ..recipes import ROLES, CallRecipe, Recipe, check_recipe
+from ..tensor.dispatch import handler
+from ..tensor.dtensor_parts import is_distributed
+from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.offsets import Offsets, as_offs
 from ..tensor.validation import check_is_tensor
-from .linear_passes import Copies, Kept, LinearCall, Scaling, backward, forward, joined, low
-
-if TYPE_CHECKING:
-    from ..nn.delayed_scaling import DelayedScaling
-    from ..nn.weight_gradients import ParameterGradients
+from .flops import product_flops
+from .linear_call import DelayedScales, LinearCall, WeightGradientAccumulator, join_weights
+from .linear_passes import as_16_bit, backward, forward
+from .operands import OperandCopy, OperandProbe, QuantizedOperand, SavedOperands, Scaling
 
 
 def linear(
@@ -33,53 +31,53 @@ def linear(
     offs: Offsets,
     recipe: Recipe,
     *,
-    scaling: "DelayedScaling | None" = None,
+    scaling: DelayedScales | None = None,
 ) -> Tensor:
-    """Rows of each group times its weight: ``y = x W_g^T + b_g``; differentiable in x, W and b.
+    """Multiply the rows of each group by its weight: ``y = x W_g^T + b_g``.
 
-    What ``grouped.nn.GroupedLinear`` calls. Its gradients are registered with the op that it is, so
-    they are there in exported and pipelined modules and under ``torch.func``; there are no second
-    derivatives and no forward-mode ones.
+    Differentiable in x, W and b. ``grouped.nn.GroupedLinear`` calls this function. The gradients
+    are registered with an op, so they exist in exported and pipelined modules and under
+    ``torch.func``. There are no second and no forward-mode derivatives.
 
     Args:
         x: (..., K) bf16, fp16 or fp32, whose leading dimensions flatten to T rows sorted by
             group; under autocast, cast to its dtype.
-        weight: (G, N, K), which takes a gradient of its dtype and may have any strides: one
-            that is stored (G, K, N) is given as ``weight.mT``. Or a uniform GroupedTensor,
-            used as it is, whose gradient is that of the values that it stands for.
+        weight: (G, N, K) with any strides, which gets a gradient of its dtype: pass a weight that
+            is stored (G, K, N) as ``weight.mT``. Or a uniform GroupedTensor, used as it is, whose
+            gradient is the gradient of its decoded values.
         bias: (G, N), or None.
         offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
         recipe: the format of each operand, forward and backward. BF16 multiplies in bf16, or in
-            fp16 if that is what ``x`` is.
-        scaling: the scales under a recipe with delayed scaling, which needs them and has none
-            of its own: a ``grouped.nn.DelayedScaling(recipe, G)`` that outlives the call.
-            In ``train()`` mode the call records its amaxes; ``scaling.update()`` makes the
-            next scales of them, once a step.
+            fp16 if ``x`` is fp16.
+        scaling: state of delayed scaling, required by recipes that have it: a
+            ``grouped.nn.DelayedScaling(recipe, G)`` that outlives the call. In ``train()`` mode
+            the call records its amaxes; ``scaling.update()`` makes the next scales from them, once
+            per step.
 
     Returns:
-        (..., N) of the dtype of ``x``. Rows from ``offs[-1]`` on, the tail of a capacity
-        buffer, are zeros, and so they are in the gradient of ``x``.
+        (..., N) of the dtype of ``x``. Rows from ``offs[-1]`` on, the tail of a capacity buffer,
+        are zeros, here and in the gradient of ``x``.
 
     Raises:
-        TypeError: ``recipe`` is no Recipe, or a dtype is not taken.
-        ValueError: a shape, a device or offs that break a rule; or ``scaling`` is missing, or
-            is not for this recipe.
-        RuntimeError: a GroupedTensor lacks a copy that the product or a gradient reads, or a
-            second or forward-mode derivative.
+        TypeError: ``recipe`` is no Recipe, or a dtype is not supported.
+        ValueError: a shape, a device or offs break a rule; or ``scaling`` is missing, or is for
+            another recipe.
+        RuntimeError: a GroupedTensor lacks a copy that the product or a gradient reads; or a
+            second or forward-mode derivative was requested.
     """
     check_recipe(recipe)
     check_is_tensor("x", x)
     check_tensor("weight", weight, dtypes=INPUT_DTYPES, ndim=(3,))
     same_device("x", x.device, weight=weight, bias=bias)
     groups, cols, depth = weight.shape
-    if is_spread(x, weight):
-        return _of_dtensors(x, weight, bias, offs, recipe)
+    if is_distributed(x, weight):
+        return _distributed_linear(x, weight, bias, offs, recipe)
     if x.dim() >= 2 and x.shape[-1] != depth:
         raise ValueError(
             f"x (..., K) and weight (G, N, K) must share K, got {tuple(x.shape)} and {tuple(weight.shape)}: a weight stored "
             "(G, K, N) is given as weight.mT"
         )
-    rows, ends = rows_and_ends(x, offs, groups, depth)
+    rows, end_rows = rows_and_end_rows(x, offs, groups, depth)
     if (scaling is not None) != recipe.takes_scales:
         raise ValueError(
             f"{type(recipe).__name__} takes the scales of earlier steps: pass a "
@@ -87,34 +85,35 @@ def linear(
             if recipe.takes_scales
             else f"scaling is for recipes with delayed scaling, got {recipe}"
         )
-    of_call = None if scaling is None else scaling.of_call(recipe, groups)
-    y = multiply(rows, [weight], bias, ends, recipe, scaling=of_call)
+    call_scaling = None if scaling is None else scaling.call_scaling(recipe, groups)
+    y = multiply(rows, [weight], bias, end_rows, recipe, scaling=call_scaling)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], cols)
 
 
-def _of_dtensors(
+def _distributed_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe: Recipe
 ) -> Tensor:
-    from . import dtensor_ops as sharding
+    """``linear`` of DTensors."""
+    from . import dtensor_ops
 
     if recipe.takes_scales:
         raise ValueError(f"{recipe} keeps scales on each rank: pass to_local() instead of DTensors")
-    sharding.refuse_random(recipe.input, recipe.weight, recipe.grad_output)
+    dtensor_ops.refuse_stochastic(recipe.input, recipe.weight, recipe.grad_output)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    y = sharding.product(
+    y = dtensor_ops.product(
         lambda x, w, offs, b, _: linear(x, w, b, offs, recipe), rows, weight, offs, bias
     )
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[1])
 
 
-def rows_of(x: Tensor, depth: int) -> Tensor:
-    """``x`` as (T, K) rows of the dtype of the computation."""
+def flatten_rows(x: Tensor, depth: int) -> Tensor:
+    """Return ``x`` as rows (T, depth) of the dtype of the computation."""
     check_is_tensor("x", x)
     if x.dim() < 2 or x.shape[-1] != depth:
         raise ValueError(
             f"x must have shape (..., {depth}) and at least 2 dimensions, got {tuple(x.shape)}"
         )
-    if type(x) is not Tensor and is_spread(x):
+    if type(x) is not Tensor and is_distributed(x):
         raise TypeError(
             "x is a DTensor: modules of grouped.nn take a rank's rows, its to_local(), which PrepareModuleInputOutput of "
             "torch.distributed.tensor.parallel gives them"
@@ -128,23 +127,23 @@ def rows_of(x: Tensor, depth: int) -> Tensor:
     return rows
 
 
-def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Tensor, Tensor]:
-    """``x`` as (T, K) rows of the dtype of the computation, and ``offs`` as a tensor."""
-    rows = rows_of(x, depth)
-    ends = as_offs(offs, rows.shape[0], x.device)
-    differs = ends.shape[0] != groups
+def rows_and_end_rows(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Tensor, Tensor]:
+    """Return ``x`` as rows (T, depth) of the dtype of the computation, and ``offs`` as a tensor."""
+    rows = flatten_rows(x, depth)
+    end_rows = as_offs(offs, rows.shape[0], x.device)
+    differs = end_rows.shape[0] != groups
     if torch.compiler.is_compiling():
-        # Slow to load, and loaded by now.
+        # Slow to import, but imported by now.
         from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-        # Of offsets from ``torch.bincount`` the number is known when the graph runs, and checks.
+        # The number of offsets from ``torch.bincount`` is known when the graph runs, and checks.
         differs = guard_or_false(differs)
-        torch._check(differs or ends.shape[0] == groups)
+        torch._check(differs or end_rows.shape[0] == groups)
     if differs:
         raise ValueError(
-            f"offs must have one end row for each of the {groups} groups, got {ends.shape[0]} entries"
+            f"offs must have one end row for each of the {groups} groups, got {end_rows.shape[0]} entries"
         )
-    return rows, ends
+    return rows, end_rows
 
 
 def multiply(
@@ -153,48 +152,45 @@ def multiply(
     bias: Tensor | None,
     offs: Tensor,
     recipe: Recipe,
-    copies: Copies | None = None,
-    sink: "ParameterGradients | None" = None,
+    quantized: QuantizedOperand | None = None,
+    accumulator: WeightGradientAccumulator | None = None,
     scaling: Scaling | None = None,
-    probe: Probe | None = None,
+    probe: OperandProbe | None = None,
 ) -> Tensor:
-    """``linear`` of (T, K) rows and of offs (G,) int32 as the kernels take them.
+    """Compute ``linear`` of checked arguments.
 
-    Weights are (G, N, K), or (N, K) of each group. Not while something traces this: ``copies``, the
-    quantized weight if there is one already, ``sink``, what takes the gradients of weight and bias,
-    and ``probe``, what looks at the operands.
+    Args:
+        x: (T, K) rows.
+        weights: the weight (G, N, K), or (N, K) per group.
+        bias: (G, N), or None.
+        offs: (G,) int32 end rows.
+        recipe: formats of the operands.
+        quantized: the quantized weight, if it exists already. Not used while the call is traced.
+        accumulator: receives the gradients of weight and bias. Not used while the call is traced.
+        scaling: scales under delayed scaling.
+        probe: observes the operands. Not used while the call is traced.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
         return torch.ops.grouped.linear(
-            *(x, joined(weights), bias, offs, *recipe.texts, recipe.propagate_nonfinite),
+            x,
+            join_weights(weights),
+            bias,
+            offs,
+            *recipe.texts,
+            recipe.propagate_nonfinite,
             *(scaling or ()),
         )
-    return _differentiable(x, weights, bias, offs, recipe, copies, sink, scaling, probe)
+    return _differentiable(x, weights, bias, offs, recipe, quantized, accumulator, scaling, probe)
 
 
 # ---- autograd
 
-
-def _flat(kept: Kept) -> list[Tensor]:
-    return [t for operand in kept for t in operand or ()]
-
-
-def _unflat(flat: Sequence[Tensor], call: LinearCall, needs: Sequence[bool]) -> Kept:
-    """What a call kept that needed the gradients of x and of the weight as ``needs`` says."""
-    count = 0
-    if needs[1]:
-        fmt = call.recipe.input
-        count = 1 if fmt is None else len(fmt.operand_names(columnwise=True))
-    of_x, of_weight = list(flat[:count]), list(flat[count:])
-    return of_x or None, of_weight or None
-
-
-#: Where the weights begin among the inputs of ``_Linear``.
+#: Position of the first weight among the inputs of ``_Linear``.
 _WEIGHTS = 9
 
 
 class _Linear(torch.autograd.Function):
-    """The product in eager mode, and where a compiler traces what it consists of."""
+    """The product in eager mode, and where a compiler traces its decomposition."""
 
     @staticmethod
     def forward(
@@ -204,47 +200,49 @@ class _Linear(torch.autograd.Function):
         anchor: Tensor | None,
         offs: Tensor,
         recipe: Recipe,
-        copies: Copies | None,
-        sink: "ParameterGradients | None",
+        quantized: QuantizedOperand | None,
+        accumulator: WeightGradientAccumulator | None,
         scaling: Scaling | None,
-        probe: Probe | None,
+        probe: OperandProbe | None,
         *weights: Tensor,
     ) -> Tensor:
         wanted = any(ctx.needs_input_grad[_WEIGHTS:]), ctx.needs_input_grad[1]
-        ctx.needs = ctx.needs_input_grad[0], *(wanted if sink is None else sink.wanted)
-        (y,), kept, amaxes = forward(
-            x, weights, bias, offs, recipe, copies, ctx.needs, scaling, probe
+        ctx.needs = (
+            ctx.needs_input_grad[0],
+            *(wanted if accumulator is None else accumulator.wanted),
         )
-        # The scale may be updated in place before the backward pass, which is this call's.
+        (y,), saved = forward(x, weights, bias, offs, recipe, quantized, ctx.needs, scaling, probe)
+        # A copy: the scale may be updated in place before the backward pass of this call.
         scale = None if scaling is None else scaling.scales[-1].clone()
-        ctx.save_for_backward(offs, scale, *(amaxes or (None, None)), *_flat(kept))
-        # Not saved: other calls write the amaxes of the step in between.
-        ctx.call = LinearCall.of(x, weights[0], bias, recipe, probe, scaling)
-        ctx.sink, ctx.scaling = sink, scaling
+        ctx.save_for_backward(offs, scale, *saved.flatten())
+        # Not saved by autograd: other calls write the amaxes of the step in between.
+        ctx.call = LinearCall.from_operands(x, weights[0], bias, recipe, probe, scaling)
+        ctx.accumulator, ctx.scaling = accumulator, scaling
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.sink is not None:
-            ctx.sink.check()
-        offs, scale, of_x, of_weight, *kept = ctx.saved_tensors
-        operands = _unflat(kept, ctx.call, ctx.needs)
-        # Unless the graph is retained: so that the weight is gone before its gradient is made.
+        if ctx.accumulator is not None:
+            ctx.accumulator.check()
+        offs, scale, *tensors = ctx.saved_tensors
+        saved = SavedOperands.unflatten(tensors)
+        # Unless the graph is retained, this frees the quantized weight before its gradient is made.
         ctx.maybe_clear_saved_tensors()
-        del kept
+        del tensors
         with torch.no_grad():
-            dx, wgrad, dbias, of_dy = backward(ctx.call, ctx.needs, dy, offs, operands, scale)
-            del operands
+            dx, wgrad, dbias, amax_dy = backward(ctx.call, ctx.needs, dy, offs, saved, scale)
+            amaxes = (saved.amax_x, saved.amax_weight, amax_dy)
+            del saved
             if ctx.scaling is not None:
-                ctx.scaling.record((of_x, of_weight, of_dy))
+                ctx.scaling.record(amaxes)
             wanted = ctx.needs_input_grad[_WEIGHTS:]
             dweights: Sequence[Tensor | None] = [None] * len(wanted)
-            if ctx.sink is not None:
-                dweights, dbias = ctx.sink.take(ctx.call, wgrad, dbias)
+            if ctx.accumulator is not None:
+                dweights, dbias = ctx.accumulator.take(ctx.call, wgrad, dbias)
             elif wgrad is not None:
                 dweights = ctx.call.split(ctx.call.weight_gradient(wgrad), wanted)
         gradients = (dx, dbias, *dweights)
-        # Gradients are on where somebody means to differentiate these again.
+        # Gradients are enabled if the caller intends to differentiate the result again.
         if torch.is_grad_enabled():
             gradients = without_derivative(gradients, _TWICE)
         dx, dbias, *dweights = gradients
@@ -258,9 +256,9 @@ class _Linear(torch.autograd.Function):
 def without_derivative(
     gradients: Sequence[Tensor | None], message: str
 ) -> tuple[Tensor | None, ...]:
-    """The gradients, of which a derivative raises.
+    """Return the gradients as tensors whose derivative raises.
 
-    ``once_differentiable`` does this only where dy requires a gradient, though that of the weight
+    ``once_differentiable`` does this only if dy requires a gradient. The gradient of the weight
     depends on x, too.
     """
     refuse: Any = torch._C._functions.DelayedError(message.encode(), len(gradients))
@@ -283,7 +281,7 @@ class _ReverseOnly(torch.autograd.Function):
 
 
 class _TransformedLinear(_ReverseOnly):
-    """The same in the form that ``torch.func`` takes, where what is kept is an output."""
+    """The product in the form that ``torch.func`` needs: saved tensors are outputs."""
 
     @staticmethod
     def forward(
@@ -296,10 +294,11 @@ class _TransformedLinear(_ReverseOnly):
         *scales: Tensor,
     ) -> tuple[Tensor, ...]:
         scaling = Scaling(scales) if scales else None
-        (y,), kept, _ = forward(x, [_unpacked(weight)], bias, offs, recipe, None, needs, scaling)
+        (y,), saved = forward(x, [_unpacked(weight)], bias, offs, recipe, None, needs, scaling)
         if not recipe.is_quantized:
-            return (y,)  # x and weight are kept.
-        return y, *_flat(kept)
+            return (y,)  # x and weight are saved.
+        copies = (copy for copy in (saved.x, saved.weight) if copy is not None)
+        return y, *(t for copy in copies for t in copy if t is not None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -309,29 +308,36 @@ class _TransformedLinear(_ReverseOnly):
         ctx.save_for_backward(x, weight, offs, scales[-1] if scales else None, *output[1:])
         ctx.scales = len(scales)
         scaling = Scaling(scales) if scales else None
-        ctx.call = LinearCall.of(x, weight, bias, recipe, None, scaling)._replace(prepacked=False)
-        ctx.kept_for = needs
+        call = LinearCall.from_operands(x, weight, bias, recipe, None, scaling)
+        ctx.call = call._replace(prepacked=False)
+        ctx.saved_for = needs
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[:3]
-        options = (ctx.call, ctx.kept_for, needs)
+        options = (ctx.call, ctx.saved_for, needs)
         gradients = iter(_TransformedGradients.apply(dy, *ctx.saved_tensors, *options))
         return *(next(gradients) if need else None for need in needs), *(None,) * (3 + ctx.scales)
 
 
 class _TransformedGradients(_ReverseOnly):
-    """The gradients under ``torch.func``, which differentiates again to no end."""
+    """The gradients under ``torch.func``, which may differentiate them again."""
 
     @staticmethod
     def forward(
-        dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, scale: Tensor | None, *rest: Any
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        offs: Tensor,
+        scale: Tensor | None,
+        *copies_and_options: Any,
     ) -> tuple[Tensor, ...]:
-        *flat, call, kept_for, needs = rest
-        kept: Kept = ([low(x)], [_unpacked(weight)])
+        *tensors, call, saved_for, needs = copies_and_options
         if call.recipe.is_quantized:
-            kept = _unflat(flat, call, kept_for)
-        dx, wgrad, dbias, _ = backward(call, needs, dy, offs, kept, scale)
+            saved = _saved_copies(tensors, call, saved_for)
+        else:
+            saved = SavedOperands(x=OperandCopy(as_16_bit(x)), parameters=[_unpacked(weight)])
+        dx, wgrad, dbias, _ = backward(call, needs, dy, offs, saved, scale)
         dweight = None if wgrad is None else call.weight_gradient(wgrad)
         return tuple(t for t in (dx, dweight, dbias) if t is not None)
 
@@ -342,6 +348,27 @@ class _TransformedGradients(_ReverseOnly):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(_TWICE)
+
+
+def _saved_copies(
+    tensors: Sequence[Tensor], call: LinearCall, saved_for: Sequence[bool]
+) -> SavedOperands:
+    """Rebuild the copies of x and of the weight from their tensors.
+
+    Args:
+        tensors: the tensors of both copies, in order.
+        call: metadata of the call.
+        saved_for: True for each of dx and dweight if its operand was saved: the columnwise copy of
+            the weight for dx, of x for dweight.
+    """
+    x = weight = None
+    count = 0
+    if saved_for[1] and call.recipe.input is not None:
+        count = len(call.recipe.input.operand_names(columnwise=True))
+        x = OperandCopy.from_tensors(call.recipe.input, *tensors[:count])
+    if saved_for[0] and call.weight_format is not None:
+        weight = OperandCopy.from_tensors(parse(call.weight_format), *tensors[count:])
+    return SavedOperands(x, weight)
 
 
 def _unpacked(weight: Tensor) -> Tensor:
@@ -358,32 +385,33 @@ def _differentiable(
     bias: Tensor | None,
     offs: Tensor,
     recipe: Recipe,
-    copies: Copies | None = None,
-    sink: "ParameterGradients | None" = None,
+    quantized: QuantizedOperand | None = None,
+    accumulator: WeightGradientAccumulator | None = None,
     scaling: Scaling | None = None,
-    probe: Probe | None = None,
+    probe: OperandProbe | None = None,
 ) -> Tensor:
-    anchor = None if sink is None else sink.anchor
+    """Compute the product, through autograd if a gradient is needed."""
+    anchor = None if accumulator is None else accumulator.anchor
     if anchor is not None:
         weights, bias = [w.detach() for w in weights], bias if bias is None else bias.detach()
     operands = (x, bias, anchor, *weights)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-        rest = (offs, recipe, copies, sink, scaling, probe, *weights)
-        return _Linear.apply(x, bias, anchor, *rest)
+        return _Linear.apply(
+            x, bias, anchor, offs, recipe, quantized, accumulator, scaling, probe, *weights
+        )
     if forward_ad._current_level >= 0:
         for t in operands:
             if t is not None and forward_ad.unpack_dual(t).tangent is not None:
                 _refuse_forward_mode()
-    (y,), _, amaxes = forward(
-        x, weights, bias, offs, recipe, copies, (False, False), scaling, probe
-    )
+    needs = (False, False)
+    (y,), saved = forward(x, weights, bias, offs, recipe, quantized, needs, scaling, probe)
     if scaling is not None:
-        # No backward pass will.
-        scaling.record(amaxes)
+        # Recorded here, since there is no backward pass that does it.
+        scaling.record((saved.amax_x, saved.amax_weight))
     return y
 
 
-# ---- as an op
+# ---- the op
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _LIBRARY.define(
@@ -395,45 +423,49 @@ _LIBRARY.define(
 
 
 @functools.cache
-def recipe_of(*formats_and_flags: Any) -> Recipe:
-    """The recipe of the texts of its formats and ``propagate_nonfinite``, as ops have them."""
+def recipe_from_texts(*formats_and_flags: Any) -> Recipe:
+    """Return the recipe of an op's arguments: the texts of its formats, propagate_nonfinite."""
     *formats, propagate_nonfinite = formats_and_flags
     records = (None if text is None else parse(text) for text in formats)
-    return OfCall(**dict(zip(ROLES, records, strict=True)), propagate_nonfinite=propagate_nonfinite)
+    roles = dict(zip(ROLES, records, strict=True))
+    return CallRecipe(**roles, propagate_nonfinite=propagate_nonfinite)
 
 
-def scaling_of(
+def scaling_from_arguments(
     scales: Sequence[Tensor] | None = None,
     amaxes: Sequence[Tensor] | None = None,
     may_be_zero: Sequence[bool] | None = None,
 ) -> Scaling | None:
-    """The scaling of a call, of what ops have of it."""
+    """Return the scaling of an op's arguments."""
     return None if scales is None else Scaling(scales, amaxes, may_be_zero or (True, True, True))
 
 
 def _linear_below_autograd(
     x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
-    recipe = recipe_of(*recipe_and_scaling[:4])
-    # What records amaxes is above: this computes, and writes nothing.
+    recipe = recipe_from_texts(*recipe_and_scaling[:4])
+    # The autograd layer above records amaxes: this computes, and writes nothing.
     scales, _, *may_be_zero = (*recipe_and_scaling[4:], None, None)[:3]
-    scaling = scaling_of(scales, None, *may_be_zero)
-    return forward(x, [weight], bias, offs, recipe, None, (False, False), scaling)[0][0]
+    scaling = scaling_from_arguments(scales, None, *may_be_zero)
+    (y,), _ = forward(x, [weight], bias, offs, recipe, None, (False, False), scaling)
+    return y
 
 
 def _linear_autograd(
     x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
-    # Not torch.library.register_autograd: torch.func does not go through what it generates, and
-    # what is kept depends on which gradients are wanted when it runs, not when it was traced.
-    recipe, scaling = recipe_of(*recipe_and_scaling[:4]), scaling_of(*recipe_and_scaling[4:])
+    # Not torch.library.register_autograd: torch.func does not go through what it generates. And
+    # the saved tensors depend on the gradients that are needed at run time, not at trace time.
+    recipe = recipe_from_texts(*recipe_and_scaling[:4])
+    scaling = scaling_from_arguments(*recipe_and_scaling[4:])
     return _differentiable(x, [weight], bias, offs, recipe, scaling=scaling)
 
 
 def _linear_transformed(
     x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
-    recipe, scaling = recipe_of(*recipe_and_scaling[:4]), scaling_of(*recipe_and_scaling[4:5])
+    recipe = recipe_from_texts(*recipe_and_scaling[:4])
+    scaling = scaling_from_arguments(*recipe_and_scaling[4:5])
     needs = x.requires_grad, weight.requires_grad
     scales = () if scaling is None else scaling.scales
     outputs = _TransformedLinear.apply(x, weight, bias, offs, recipe, needs, *scales)
@@ -453,7 +485,7 @@ torch.library.register_fake("grouped::linear", _linear_fake, lib=_LIBRARY)
 
 
 @handler(torch.ops.grouped.linear.default)
-def _linear_of_grouped(func: Any, *arguments: Any) -> Tensor:
+def _linear_of_grouped_tensors(func: Any, *arguments: Any) -> Tensor:
     return _linear_below_autograd(*arguments)
 
 

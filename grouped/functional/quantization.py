@@ -14,8 +14,9 @@ from cute_kernels.ops.checks import check_tensor
 from cute_kernels.ops.derivatives import refuse_derivatives
 from cute_kernels.records import check_kind
 
-from ..tensor.dtensor_parts import is_spread
-from ..tensor.grouped_tensor import GroupedTensor, assemble, handler
+from ..tensor.dispatch import handler
+from ..tensor.dtensor_parts import is_distributed
+from ..tensor.grouped_tensor import GroupedTensor, assemble
 from ..tensor.offsets import Offsets, as_offs
 from ..tensor.seeds import as_seed
 from ..tensor.shapes import MemberShapes, Shapes, as_shapes, flat_shapes
@@ -170,15 +171,17 @@ def quantize(
             "vmap over grouped.quantize: a GroupedTensor has its groups as the batch; stack x to "
             "(G, N, K), or call quantize on all rows with offs, outside of vmap"
         )
-    if type(x) is not Tensor and is_spread(x):
-        from . import dtensor_ops as sharding
+    if type(x) is not Tensor and is_distributed(x):
+        from . import dtensor_ops
 
         if any(t is not None for t in (shapes, activation, grad, amax, scale, seed, out)) or dbias:
             raise ValueError(
                 "x that is a DTensor goes with offs, rowwise and columnwise alone: pass to_local() of it"
             )
-        found: Any = sharding.quantize(x, fmt, offs, rowwise=rowwise, columnwise=columnwise)
-        return found
+        distributed: Any = dtensor_ops.quantize(
+            quantize, x, fmt, offs, rowwise=rowwise, columnwise=columnwise
+        )
+        return distributed
     x, grad = x.detach(), None if grad is None else grad.detach()
     act = _activation_text(activation)
     shape = tuple(x.shape) if grad is not None else result_shape(x.shape, act)

@@ -1,75 +1,69 @@
-"""Finds where numbers stop being finite in a model of grouped layers."""
+"""Find where numbers stop being finite in a model of grouped layers."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from ..tensor.grouped_tensor import GroupedTensor
-
-if TYPE_CHECKING:
-    from .statistics import Probe
-
-#: What is looked at in each layer, in the order of ``detect_nonfinite.report``.
-ROLES = ("input", "weight", "output", "grad_output")
+from ..functional.nonfinite_flags import ROLES
+from .statistics import Probe
 
 _active: "detect_nonfinite | None" = None
 
 
-class Watched(nn.Module):
-    """Base of the layers that ``detect_nonfinite`` watches and ``inspect`` looks into."""
+class InspectableLayer(nn.Module):
+    """Base class of the layers that ``detect_nonfinite`` and ``inspect_quantization`` look into."""
 
-    #: The flags that the one set up, one for each of ``ROLES``.
+    #: Flags that ``detect_nonfinite`` gave the layer, one for each of ``ROLES``.
     _nonfinite: Tensor | None = None
-    #: What gives what the other looks at a call with, if it does.
-    _lens: "Callable[[], Probe | None] | None" = None
+    #: Returns the probe of a call, if ``inspect_quantization`` looks into the layer.
+    _inspector: Callable[[], Probe | None] | None = None
 
 
-def named_layers(model: nn.Module) -> dict[str, Watched]:
-    """The layers of ``model`` by name; there must be one."""
-    found = {
+def named_layers(model: nn.Module) -> dict[str, InspectableLayer]:
+    """Return the grouped layers of ``model`` by name; raise if there is none."""
+    layers = {
         name or type(layer).__name__: layer
         for name, layer in model.named_modules()
-        if isinstance(layer, Watched)
+        if isinstance(layer, InspectableLayer)
     }
-    if not found:
+    if not layers:
         raise ValueError("model holds no grouped layers")
-    return found
+    return layers
 
 
 class detect_nonfinite:
     """Watch the grouped layers that run inside for NaN and infinities.
 
-    A recipe lets what is not finite through to outputs and gradients
-    (``Recipe.propagate_nonfinite``), but does not say where it arose. This looks at what enters and
-    leaves each layer. Rows of the tail are passed over. Of a weight that is quantized already it
-    sees the second-level scales.
+    A recipe lets non-finite numbers through to outputs and gradients
+    (``Recipe.propagate_nonfinite``), but does not say where they arose. This block looks at the
+    operands and results of each layer. Rows of the tail are ignored. For a weight that is quantized
+    already it looks at the global scales.
 
     A flag for each layer and role is set on the layer's device, and no kernel waits for the host
-    until ``report`` reads them. One more read of every operand: for looking, not for training.
+    until ``report`` reads the flags. Every operand is read once more: use it to search, not to
+    train.
 
-      with grouped.debug.detect_nonfinite(model) as found:
+      with grouped.inspect.detect_nonfinite(model) as detector:
         model(x, offs).sum().backward()
-      found.report()  # {"experts.down": ("input", "output")}
+      detector.report()  # {"experts.down": ("input", "output")}
 
     Args:
-        model: what holds the layers to watch, and names them; all layers that run inside if
-            None. Compiled calls need it, and are compiled anew inside.
+        model: module that holds the layers to watch, and names them; None for all layers that run
+            inside. Compiled calls need it, and are compiled again inside.
 
     Raises:
         ValueError: ``model`` holds no grouped layers.
-        RuntimeError: on entry, inside another one; on a call of a compiled layer without
+        RuntimeError: on entry, if another block is active; on a call of a compiled layer without
             ``model``.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._layers: list[tuple[str, Watched]] = (
+        self._layers: list[tuple[str, InspectableLayer]] = (
             [] if model is None else list(named_layers(model).items())
         )
         self._flags: list[tuple[str, Tensor]] = []
-        self._takes_all = model is None
+        self._watches_all = model is None
 
     def __enter__(self) -> "detect_nonfinite":
         global _active
@@ -87,25 +81,25 @@ class detect_nonfinite:
             layer._nonfinite = None
 
     def report(self) -> dict[str, tuple[str, ...]]:
-        """The layers where something was not finite, by name, and what it was (``ROLES``).
+        """Return the layers with non-finite numbers by name, and the roles that had some (``ROLES``).
 
         In the order in which the model lists its layers, or in which they first ran. Reads the
         flags on the host, and so waits for the device. Calls inside and after the block add up.
         """
-        found = ((name, flags.tolist()) for name, flags in self._flags)
+        flags = ((name, layer_flags.tolist()) for name, layer_flags in self._flags)
         return {
-            name: tuple(role for role, is_set in zip(ROLES, sets, strict=True) if is_set)
-            for name, sets in found
-            if any(sets)
+            name: tuple(role for role, is_set in zip(ROLES, layer_flags, strict=True) if is_set)
+            for name, layer_flags in flags
+            if any(layer_flags)
         }
 
-    def _watch(self, name: str, layer: Watched, device: torch.device) -> None:
+    def _watch(self, name: str, layer: InspectableLayer, device: torch.device) -> None:
         layer._nonfinite = torch.zeros(len(ROLES), dtype=torch.bool, device=device)
         self._flags.append((name, layer._nonfinite))
 
-    def _meet(self, layer: Watched, device: torch.device) -> None:
-        """Watch a layer that runs, if all are watched."""
-        if not self._takes_all:
+    def _watch_running(self, layer: InspectableLayer, device: torch.device) -> None:
+        """Watch a layer that runs, if all layers are watched."""
+        if not self._watches_all:
             return
         if torch.compiler.is_compiling():
             raise RuntimeError("detect_nonfinite needs the model to watch a compiled layer")
@@ -114,69 +108,8 @@ class detect_nonfinite:
         self._watch(name, layer, device)
 
 
-def flags_of(layer: Watched, device: torch.device) -> Tensor | None:
-    """The flags to set for this call of ``layer``; None if nobody watches."""
+def flags_of(layer: InspectableLayer, device: torch.device) -> Tensor | None:
+    """Return the flags to set for this call of ``layer``; None if no block is active."""
     if _active is not None and layer._nonfinite is None:
-        _active._meet(layer, device)
+        _active._watch_running(layer, device)
     return layer._nonfinite
-
-
-def watch(flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: Tensor) -> Tensor:
-    """Set the flags of one call, and those of its backward pass when that runs.
-
-    Returns:
-        ``y``.
-    """
-    note(flags, x, weights, y, offs)
-    return _WatchGradient.apply(y, flags, offs)
-
-
-@torch.no_grad()
-def note(flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: Tensor) -> None:
-    """Set the flags of one forward pass; arguments as of ``watch``."""
-    live = _live(x, offs)
-    bad_weight = torch.stack([_holds_nonfinite(w) for w in weights]).any()
-    _set(flags, "input", _rows_hold_nonfinite(x, live))
-    _set(flags, "weight", bad_weight)
-    _set(flags, "output", _rows_hold_nonfinite(y, live))
-
-
-@torch.no_grad()
-def note_gradient(flags: Tensor, dy: Tensor, offs: Tensor) -> None:
-    """Set the flag of the gradient of the output."""
-    _set(flags, "grad_output", _rows_hold_nonfinite(dy, _live(dy, offs)))
-
-
-def _live(x: Tensor, offs: Tensor) -> Tensor:
-    return torch.arange(x.shape[0], device=x.device) < offs[-1]
-
-
-def _set(flags: Tensor, role: str, bad: Tensor) -> None:
-    flags[ROLES.index(role)].logical_or_(bad)
-
-
-def _rows_hold_nonfinite(x: Tensor, live: Tensor) -> Tensor:
-    return (~x.isfinite().all(dim=-1) & live).any()
-
-
-def _holds_nonfinite(weight: Tensor) -> Tensor:
-    if isinstance(weight, GroupedTensor):
-        copy = weight.rowwise or weight.columnwise
-        # What decodes a quantized weight last is not finite if anything of it was not.
-        weight = weight if copy is None else copy.operand[1][-1]
-    return ~weight.isfinite().all()
-
-
-class _WatchGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, flags: Tensor, offs: Tensor) -> Tensor:
-        # Not saved for backward: other calls set flags in between.
-        ctx.flags = flags
-        ctx.save_for_backward(offs)
-        return y.view_as(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        note_gradient(ctx.flags, dy, *ctx.saved_tensors)
-        return dy, None, None

@@ -32,7 +32,7 @@ class check_offsets:
     launches a few small kernels that record the first broken rule on the device. The end of the
     block reads it and raises, and so does ``check()``.
 
-      with grouped.debug.check_offsets():
+      with grouped.inspect.check_offsets():
         y = layer(x, offs)
 
     The rules are those of ``grouped.quantize``: end rows are not negative, do not decrease, and the
@@ -59,7 +59,7 @@ class check_offsets:
 
     def __enter__(self) -> "check_offsets":
         if EndRowChecks.recorder is not None:
-            raise RuntimeError("grouped.debug.check_offsets is active already")
+            raise RuntimeError("grouped.inspect.check_offsets is active already")
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self._state(torch.device("cuda", torch.cuda.current_device()))
         EndRowChecks.recorder = self._record
@@ -93,7 +93,7 @@ class check_offsets:
         if first is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"enter grouped.debug.check_offsets before the capture of a graph, with {device} as current"
+                    f"enter grouped.inspect.check_offsets before the capture of a graph, with {device} as current"
                 )
             # A tensor that is made in inference mode could not be written outside of it.
             with torch.inference_mode(False):

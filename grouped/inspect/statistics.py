@@ -1,4 +1,4 @@
-"""What a quantized copy lost, expert by expert: computed and kept on the device."""
+"""Statistics of what a quantized copy loses, by expert: computed and kept on the device."""
 
 import contextlib
 import dataclasses
@@ -15,18 +15,26 @@ from cute_kernels.formats import ElementType, Format
 from cute_kernels.reference.conversions import decode, encode, pack
 from cute_kernels.reference.groups import Groups
 
-from ..functional.linear_passes import Copies
+from ..functional.operands import OperandCopy, QuantizedOperand
 from ..tensor.grouped_tensor import GroupedTensor
 
-#: What is added up over the calls of a step, and what the largest is taken of.
+#: Statistics that add up over the calls of a step.
 SUMS = ("rows", "signal", "noise", "saturated", "underflow", "nonfinite", "nonfinite_copy")
+#: Statistics whose largest value over the calls of a step counts.
 MAXIMA = ("amax", "second_level")
-#: Elements that are looked at together.
-_PART = 1 << 24
+#: Number of elements that are processed together.
+_CHUNK_ELEMENTS = 1 << 24
 
 
 class Key(NamedTuple):
-    """What statistics are of; ``format`` is the text of one, or the dtype of a plain copy."""
+    """Operand that statistics belong to.
+
+    Attributes:
+        layer: name of the layer.
+        role: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        direction: ``"rowwise"`` or ``"columnwise"``.
+        format: text of the format, or the dtype of a plain copy.
+    """
 
     layer: str
     role: str
@@ -35,14 +43,14 @@ class Key(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """The statistics of one operand in one direction.
+class OperandStatistics:
+    """Statistics of one operand in one direction.
 
     Attributes:
         columns: elements of a row.
         sums: (G, len(SUMS)) fp64.
         maxima: (G, len(MAXIMA)) fp64.
-        known: the names that mean something, of both.
+        known: names of the sums and maxima that mean something.
     """
 
     columns: int
@@ -50,96 +58,112 @@ class Found:
     maxima: Tensor
     known: frozenset[str]
 
-    def joined(self, other: "Found") -> "Found":
-        """Of both calls together."""
-        maxima = torch.maximum(self.maxima, other.maxima)
-        return Found(self.columns, self.sums + other.sums, maxima, self.known & other.known)
+    def merge(self, call: "OperandStatistics") -> "OperandStatistics":
+        """Return the statistics of both calls together."""
+        maxima = torch.maximum(self.maxima, call.maxima)
+        return OperandStatistics(
+            self.columns, self.sums + call.sums, maxima, self.known & call.known
+        )
 
 
 class Step:
-    """The statistics of one step."""
+    """Statistics of one step."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.found: dict[Key, Found] = {}
-        #: What forward passes gave that were not repeated inside a backward pass.
-        self._forward: set[Key] = set()
+        self.statistics: dict[Key, OperandStatistics] = {}
+        #: Operands of forward passes that were not repeated inside a backward pass.
+        self._forward_keys: set[Key] = set()
 
     def wants(self, key: Key) -> bool:
-        """Whether to look at an operand, as far as that depends on what was looked at before.
+        """Return True if an operand is to be measured, given what was measured before.
 
-        At weights once a step; and not again at what activation checkpointing computes again. What
-        the first pass did not make, for it was under ``no_grad``, is new in the second.
+        Weights are measured once per step. Operands that activation checkpointing computes again
+        are not measured again. Copies that the first pass did not make, since it ran under
+        ``no_grad``, are new in the second.
         """
         if key.role == "weight":
-            return key not in self.found
+            return key not in self.statistics
         if key.role == "input" and torch._C._current_graph_task_id() != -1:
-            return key not in self._forward
+            return key not in self._forward_keys
         return True
 
-    def add(self, key: Key, found: Found) -> None:
-        """Note what was found."""
+    def add(self, key: Key, statistics: OperandStatistics) -> None:
+        """Add the statistics of one call."""
         if torch._C._current_graph_task_id() == -1:
-            self._forward.add(key)
-        before = self.found.get(key)
-        self.found[key] = found if before is None else before.joined(found)
+            self._forward_keys.add(key)
+        total = self.statistics.get(key)
+        self.statistics[key] = statistics if total is None else total.merge(statistics)
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What looks at the operands of one layer in one step."""
+    """Hook of an inspector in one layer, for one step.
+
+    Attributes:
+        layer: name of the layer.
+        roles: roles of the operands that are measured.
+        step: receives the statistics.
+    """
 
     layer: str
     roles: tuple[str, ...]
     step: Step
 
-    def see(
+    def observe(
         self,
         role: str,
         x: Tensor | Sequence[Tensor],
-        copies: Copies,
+        quantized: QuantizedOperand,
         fmt: Format | None,
         offs: Tensor | None = None,
     ) -> None:
-        """Look at an operand: (T, K) with ``offs``, or without (G, N, K), or (N, K) of each group.
+        """Measure what the copies of an operand lose.
 
-        A GroupedTensor is what it was quantized from. Without a format the copy is plain, in
-        ``copies.rowwise``.
+        Args:
+            role: role of the operand.
+            x: values that were quantized: (T, K) with ``offs``, (G, N, K), or (N, K) per group. A
+                GroupedTensor stands for values that are gone.
+            quantized: the copies; a plain copy is in ``quantized.rowwise``.
+            fmt: format of the copies; None if the copy is plain.
+            offs: (G,) end rows.
 
         Raises:
             RuntimeError: the stream is being captured into a CUDA graph.
         """
         if role not in self.roles:
             return
-        first = x if isinstance(x, Tensor) else x[0]
-        shape = tuple(x.shape) if isinstance(x, Tensor) else (len(x), *first.shape)
-        if first.is_cuda and torch.cuda.is_current_stream_capturing():
+        tensor = x if isinstance(x, Tensor) else x[0]
+        shape = tuple(x.shape) if isinstance(x, Tensor) else (len(x), *tensor.shape)
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "grouped.debug.inspect looks at eager calls: a CUDA graph would look at the "
+                "grouped.inspect.inspect_quantization looks at eager calls: a CUDA graph would look at the "
                 "operands of its capture only; capture outside of it"
             )
-        for direction, copy in (("rowwise", copies.rowwise), ("columnwise", copies.columnwise)):
+        for direction, copy in (
+            ("rowwise", quantized.rowwise),
+            ("columnwise", quantized.columnwise),
+        ):
             if copy is None:
                 continue
-            text = str(copy[0].dtype).removeprefix("torch.") if fmt is None else fmt.text
+            text = str(copy.codes.dtype).removeprefix("torch.") if fmt is None else fmt.text
             key = Key(self.layer, role, direction, text)
             if self.step.wants(key):
-                with _undisturbed(first.device):
-                    self.step.add(
-                        key, _measure(x, shape, copy, fmt, offs, direction == "columnwise")
-                    )
+                with _isolated(tensor.device):
+                    statistics = _measure(x, shape, copy, fmt, offs, direction == "columnwise")
+                    self.step.add(key, statistics)
 
 
 @contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Compute what is asked for, whatever the model does."""
+def _isolated(device: torch.device) -> Iterator[None]:
+    """Compute independently of the model's inference mode, gradients, autocast and backend."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        # That turned gradients on.
+        # Leaving inference mode enabled gradients.
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
         if device.type == "cpu":
-            # All backends agree to the bit, and this is the fastest here.
+            # All backends agree to the bit, and the reference is the fastest here.
             stack.enter_context(cute_kernels.backend("reference"))
         yield
 
@@ -147,12 +171,13 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 def _measure(
     x: Tensor | Sequence[Tensor],
     shape: tuple[int, ...],
-    copy: list[Tensor],
+    copy: OperandCopy,
     fmt: Format | None,
     offs: Tensor | None,
     columnwise: bool,
-) -> Found:
-    codes, rest = copy[0], copy[1:]
+) -> OperandStatistics:
+    """Measure one copy; the arguments are those of ``Probe.observe``."""
+    codes = copy.codes
     if isinstance(x, GroupedTensor) and x.prepacked:
         codes = cute_kernels.unpack(codes)
     groups = Groups.of(shape, offs, codes.device)
@@ -163,40 +188,41 @@ def _measure(
         if fmt is None:
             return codes.flatten(0, -2)
         y: Tensor = ops.grouped_dequantize(
-            codes, rest, fmt.text, shape[-2], torch.float32, offs, columnwise
+            codes, copy.scales, fmt.text, shape[-2], torch.float32, offs, columnwise
         )
         return y.flatten(0, -2)
 
     values = decoded(codes)
     if isinstance(x, GroupedTensor):
-        # What it was made from is gone.
+        # The values that it was quantized from are gone.
         known -= {"signal", "noise", "saturated", "underflow", "nonfinite"}
         x = values
     if fmt is not None and columnwise and fmt.is_transformed:
         # Its codes belong to no element.
         known -= {"saturated", "underflow"}
-    parts = _parts(x, shape)
-    sums, amax = map(
-        torch.cat,
-        zip(*(_row_statistics(part, values[place]) for place, part in parts), strict=True),
-    )
+    chunks = _row_chunks(x, shape)
+    row_statistics = (_row_statistics(chunk, values[rows]) for rows, chunk in chunks)
+    sums, amax = map(torch.cat, zip(*row_statistics, strict=True))
     del values
     if fmt is not None and "saturated" in known:
         limit = decoded(_filled(codes, _largest(fmt.element)[0]))
         limit *= _largest(fmt.element)[1]
-        sums[:, SUMS.index("saturated")] = _saturated(parts, limit)
+        sums[:, SUMS.index("saturated")] = _count_saturated(chunks, limit)
     level = None if fmt is None else fmt.global_scale_for(columnwise)
-    second = torch.zeros_like(amax)
-    if level is None:
+    global_scale = torch.zeros_like(amax)
+    if level is None or copy.global_scale is None:
         known.remove("second_level")
     else:
-        vector = rest[-1].flatten().double().abs() * level.factor
-        second = vector if level.per == "row" else torch.cat([vector, vector[:1]])[group_of_row]
-    return Found(
+        vector = copy.global_scale.flatten().double().abs() * level.factor
+        per_row = level.per == "row"
+        global_scale = vector if per_row else torch.cat([vector, vector[:1]])[group_of_row]
+    # The last group is the tail.
+    group_sums = sums.new_zeros(len(groups) + 1, len(SUMS)).index_add_(0, group_of_row, sums)
+    maxima = torch.stack([amax, global_scale], dim=1)
+    return OperandStatistics(
         shape[-1],
-        # The last is of the tail.
-        sums.new_zeros(len(groups) + 1, len(SUMS)).index_add_(0, group_of_row, sums)[:-1],
-        _largest_of_groups(torch.stack([amax, second], dim=1), group_of_row, len(groups)),
+        group_sums[:-1],
+        _largest_of_groups(maxima, group_of_row, len(groups)),
         frozenset(known),
     )
 
@@ -206,27 +232,28 @@ def _largest_of_groups(values: Tensor, group_of_row: Tensor, num_groups: int) ->
     return values.new_zeros(num_groups + 1, 2).scatter_reduce_(0, index, values, "amax")[:-1]
 
 
-def _parts(x: Tensor | Sequence[Tensor], shape: tuple[int, ...]) -> list[tuple[slice, Tensor]]:
+def _row_chunks(x: Tensor | Sequence[Tensor], shape: tuple[int, ...]) -> list[tuple[slice, Tensor]]:
+    """Split the rows into chunks; return the position and the rows of each."""
     tensors = [x.flatten(0, -2)] if isinstance(x, Tensor) else [t.detach() for t in x]
-    step, found, start = max(1, _PART // shape[-1]), [], 0
+    step, chunks, start = max(1, _CHUNK_ELEMENTS // shape[-1]), [], 0
     for t in tensors:
-        for part in t.split(step):
-            found.append((slice(start, start + len(part)), part))
-            start += len(part)
-    return found
+        for chunk in t.split(step):
+            chunks.append((slice(start, start + len(chunk)), chunk))
+            start += len(chunk)
+    return chunks
 
 
 def _row_statistics(x: Tensor, copy: Tensor) -> tuple[Tensor, Tensor]:
-    """What is added up of each row, (rows, len(SUMS)), and its largest finite magnitude, fp64."""
+    """Return the sums of each row, (rows, len(SUMS)), and its largest finite magnitude, in fp64."""
     y, copy = x.float(), copy.float()
     finite, finite_copy = y.isfinite(), copy.isfinite()
-    both = finite & finite_copy
+    is_compared = finite & finite_copy
     columns = {
         "rows": torch.ones(len(y), device=y.device),
-        # In fp64, for squares of fp32 leave its range.
-        "signal": torch.where(both, y, 0).double().square().sum(-1),
-        "noise": torch.where(both, y - copy, 0).double().square().sum(-1),
-        # Of a plain copy; formats do not become infinite.
+        # In fp64, since squares of fp32 leave its range.
+        "signal": torch.where(is_compared, y, 0).double().square().sum(-1),
+        "noise": torch.where(is_compared, y - copy, 0).double().square().sum(-1),
+        # For a plain copy; formats do not become infinite.
         "saturated": (finite & ~finite_copy).sum(-1),
         "underflow": (finite & (y != 0) & (copy == 0)).sum(-1),
         "nonfinite": (~finite).sum(-1),
@@ -236,10 +263,10 @@ def _row_statistics(x: Tensor, copy: Tensor) -> tuple[Tensor, Tensor]:
     return sums, torch.where(finite, y, 0).abs().amax(-1).double()
 
 
-def _saturated(parts: list[tuple[slice, Tensor]], limit: Tensor) -> Tensor:
-    """How many elements of each row exceed what its codes can be rounded from."""
+def _count_saturated(chunks: list[tuple[slice, Tensor]], limit: Tensor) -> Tensor:
+    """Count the elements of each row that exceed the limit of what rounds to their codes."""
     counts = [
-        ((x.abs() > limit[place]) & (limit[place] > 0) & x.isfinite()).sum(-1) for place, x in parts
+        ((x.abs() > limit[rows]) & (limit[rows] > 0) & x.isfinite()).sum(-1) for rows, x in chunks
     ]
     return torch.cat(counts).double()
 
@@ -253,7 +280,7 @@ def _filled(codes: Tensor, byte: int) -> Tensor:
 
 @functools.cache
 def _largest(element: ElementType) -> tuple[int, float]:
-    """A byte of codes of the largest number, and what this is times half a step more."""
+    """Return a byte whose codes are the largest number, and the factor that adds half a step."""
     largest = encode(element, torch.full((1, element.per_byte), element.max, device="cpu"))
     byte = pack(element, largest)
     lower = decode(element, pack(element, largest - 1)).flatten()[0].item()

@@ -1,4 +1,4 @@
-"""Experts of torchtitan (0.3) in the recipes of this package.
+"""Experts of torchtitan (0.3) in the recipes of ``grouped``.
 
   converters = [GroupedExpertsConverter.Config(recipe="FP8Block", skip=("layers.0.",))]
 
@@ -29,30 +29,32 @@ __all__ = ["GroupedExpertsConverter", "grouped_experts"]
 
 
 class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
-    """A model converter: the products of ``GroupedExperts`` by ``grouped.linear``.
+    """A model converter that computes the products of ``GroupedExperts`` by ``grouped.linear``.
 
-    Of every class of experts that multiplies by ``_grouped_mm``, gpt-oss's among them. torchtitan's
-    ``has_quantization`` is then true, unless the recipe is BF16, so that it reports no MFU by the
-    peak of BF16. The log says which experts were converted and which were not.
+    It converts every class of experts that multiplies by ``_grouped_mm``, including those of
+    gpt-oss. Unless the recipe is BF16, torchtitan's ``has_quantization`` is then true, so that it
+    reports no MFU relative to the peak of BF16. The log names the experts that were converted and
+    those that were not.
 
-    Overrides of torchtitan run later, and those of experts pass over converted ones: use
-    ``grouped_experts`` instead of this converter beside them.
+    torchtitan applies overrides later, and overrides of experts skip converted ones. Use
+    ``grouped_experts`` instead of this converter if there are such overrides.
 
     Raises:
-        ValueError: the recipe's name is not known, it has delayed scaling, or what is skipped
-            is negative or leaves no experts to convert.
+        ValueError: the recipe's name is unknown, it uses delayed scaling, a number of skipped
+            layers is negative, or no experts are left to convert.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):  # type: ignore[misc]
-        """What to convert.
+        """Options of the conversion.
 
         Attributes:
-            recipe: a recipe of ``grouped.recipes``, or its name.
-            skip: parts of names of layers whose experts stay as they are, such as
+            recipe: A recipe of ``grouped.recipes``, or its name.
+            skip: Substrings in names of layers. Layers with them are not converted, such as
                 ``"layers.0."``.
-            skip_first: so many layers with experts from the first on stay as they are.
-            skip_last: and so many at the end, as NVIDIA trains in NVFP4.
+            skip_first: Number of expert layers at the start that are not converted.
+            skip_last: Number of expert layers at the end that are not converted. NVIDIA skips some
+                when training in NVFP4.
         """
 
         recipe: str | Recipe = "BF16"
@@ -61,74 +63,78 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
         skip_last: int = 0
 
     def __init__(self, config: Config) -> None:
-        self.config, self.recipe = config, _as_recipe(config.recipe)
+        self.config, self.recipe = config, _parse_recipe(config.recipe)
         for name in ("skip_first", "skip_last"):
             if getattr(config, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(config, name)}")
 
     def convert(self, model_config: Any) -> Any:
-        """Replace the configurations of experts; returns the model's, or another root."""
-        found = list(model_config.traverse(GroupedExperts.Config))
+        """Replace the configurations of experts and return the model's configuration."""
+        nodes = list(model_config.traverse(GroupedExperts.Config))
         options = self.config
-        chosen = found[options.skip_first : len(found) - options.skip_last]
-        chosen = [f for f in chosen if not any(part in f[0] for part in options.skip)]
-        if not chosen:
+        selected = nodes[options.skip_first : len(nodes) - options.skip_last]
+        selected = [n for n in selected if not any(text in n[0] for text in options.skip)]
+        if not selected:
             skips = ", ".join(
                 f"{name}={getattr(options, name)}" for name in ("skip", "skip_first", "skip_last")
             )
             raise ValueError(
-                f"no experts to convert: {skips} pass over all of {[name for name, *_ in found]}"
+                f"no experts to convert: {skips} skip all of {[name for name, *_ in nodes]}"
             )
-        for _, config, parent, attribute in chosen:
-            new = _converted(config, self.recipe)
+        for _, config, parent, attribute in selected:
+            new = _convert_config(config, self.recipe)
             if parent is None:
                 model_config = new
             elif isinstance(parent, list):
                 parent[attribute] = new
             else:
                 setattr(parent, attribute, new)
-        names = [name for name, *_ in chosen]
-        others = [name for name, *_ in found if name not in names]
+        names = [name for name, *_ in selected]
+        skipped = [name for name, *_ in nodes if name not in names]
         logger.info(
-            f"Converted experts to {self.recipe}: {_listed(names)}; others: {_listed(others)}"
+            f"Converted experts to {self.recipe}: {_summary(names)}; others: {_summary(skipped)}"
         )
         return model_config
 
 
 @override(target=GroupedExperts.Config, description="Products of experts by grouped.linear")  # type: ignore[untyped-decorator]
 def grouped_experts(config: Any, recipe: str | Recipe = "BF16", after: str | None = None) -> Any:
-    """Override of torchtitan that does to all experts what ``GroupedExpertsConverter`` does.
+    """Convert all experts as ``GroupedExpertsConverter`` does.
+
+    This is an override of torchtitan. Its command line option is:
 
       --override.imports 'grouped.integrations.torchtitan.grouped_experts={"recipe": "FP8Block"}'
 
     Args:
-        config: the configuration of experts.
-        recipe: a recipe of ``grouped.recipes``, or its name.
-        after: an override of experts that is applied first, as ``"module.function"``;
-            torchtitan takes one of each node.
+        config: The configuration of experts.
+        recipe: A recipe of ``grouped.recipes``, or its name.
+        after: An override of experts that is applied before, as ``"module.function"``. torchtitan
+            allows one override per node.
 
     Raises:
-        ValueError: the recipe is not known or has delayed scaling; or ``after`` names no
-            override or leaves the experts as they are.
+        ValueError: the recipe is unknown or uses delayed scaling, or ``after`` names no override or
+            does not change the experts.
     """
     if after is not None:
         module, _, function = after.rpartition(".")
         importlib.import_module(module)
         if after not in _OVERRIDES:
             raise ValueError(
-                f"after must name an override of experts as 'module.function', got {after!r}: {function!r} is none"
+                f"after must name an override of experts as 'module.function', got {after!r}: "
+                f"{function!r} is none"
             )
-        before, fields = config, dataclasses.replace(config)
+        original, fields = config, dataclasses.replace(config)
         config = _OVERRIDES[after].factory(config)
-        if config is before and config == fields:
+        if config is original and config == fields:
             raise ValueError(
-                f"after={after!r} does not take {type(before)._owner.__name__}, and left it as it is"
+                f"after={after!r} does not apply to {type(original)._owner.__name__}, and left it "
+                "unchanged"
             )
-    return _converted(config, _as_recipe(recipe))
+    return _convert_config(config, _parse_recipe(recipe))
 
 
-def _as_recipe(recipe: Any) -> Recipe:
-    """The recipe itself or of this name; raises for one that torchtitan's experts cannot run."""
+def _parse_recipe(recipe: Any) -> Recipe:
+    """Return a recipe by itself or by name; raise if torchtitan's experts cannot run it."""
     if isinstance(recipe, str):
         if recipe not in recipes.NAMES:
             raise ValueError(f"recipe must be one of {', '.join(recipes.NAMES)}, got {recipe!r}")
@@ -136,30 +142,33 @@ def _as_recipe(recipe: Any) -> Recipe:
     check_recipe(recipe)
     if recipe.takes_scales:
         raise ValueError(
-            f"recipe: {recipe} keeps scales from step to step, for which torchtitan's experts have no place: use FP8Current"
+            f"recipe: {recipe} has scales that last from step to step, which torchtitan's experts "
+            "cannot hold: use FP8Current"
         )
     return recipe  # type: ignore[no-any-return]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _summary(names: Sequence[str]) -> str:
+    """Return the number of names, and up to three of them."""
     shown = ", ".join(name or "the model" for name in names[:3])
     return f"{len(names)} ({shown}{', ...' if len(names) > 3 else ''})" if names else "none"
 
 
-def _converted(config: Any, recipe: Recipe) -> Any:
-    """The configuration of the same experts in ``recipe``; of converted ones the recipe is
-    exchanged.
+def _convert_config(config: Any, recipe: Recipe) -> Any:
+    """Return the configuration of the same experts in ``recipe``.
+
+    If the experts are converted already, their recipe is replaced.
     """
-    given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     owner = type(config)._owner
-    if "recipe" in given:
+    if "recipe" in fields:
         owner = owner.__bases__[0]  # A later converter's recipe counts.
-    return _class_of(owner, recipe.is_quantized).Config(**given | {"recipe": recipe})
+    return _experts_class(owner, recipe.is_quantized).Config(**fields | {"recipe": recipe})
 
 
 @functools.cache
-def _class_of(parent: Any, is_quantized: bool) -> Any:
-    """The subclass of a class of experts that multiplies by ``grouped.linear``."""
+def _experts_class(parent: Any, is_quantized: bool) -> Any:
+    """Return a subclass of a class of experts that multiplies by ``grouped.linear``."""
 
     class Experts(parent):  # type: ignore[misc]
         @dataclasses.dataclass(kw_only=True, slots=True)
@@ -183,20 +192,22 @@ def _class_of(parent: Any, is_quantized: bool) -> Any:
 
 @functools.cache
 def _warn_of_overrides(config: Any) -> None:
-    """Say once that overrides of experts, which are known to torchtitan by now, pass over converted
-    ones.
+    """Warn once that overrides of experts do not apply to converted ones.
+
+    torchtitan knows all overrides at this point.
     """
     names = [
         name
-        for name, each in _OVERRIDES.items()
-        if issubclass(each.target_cls, GroupedExperts.Config)
-        and issubclass(config, each.target_cls)
-        and each.factory is not grouped_experts
+        for name, entry in _OVERRIDES.items()
+        if issubclass(entry.target_cls, GroupedExperts.Config)
+        and issubclass(config, entry.target_cls)
+        and entry.factory is not grouped_experts
     ]
-    # Classes that an override made are of other modules.
+    # Classes that an override created belong to other modules.
     if names and config.__module__.startswith("torchtitan.models."):
         logger.warning(
-            f"Overrides of experts ({', '.join(names)}) have no effect on experts that GroupedExpertsConverter converted. If "
-            "one of them is active, use grouped.integrations.torchtitan.grouped_experts, an override, with after=<the other> "
-            "instead of the converter"
+            f"Overrides of experts ({', '.join(names)}) have no effect on experts that "
+            "GroupedExpertsConverter converted. If one of them is active, use the override "
+            "grouped.integrations.torchtitan.grouped_experts with after=<the other> instead of the "
+            "converter"
         )

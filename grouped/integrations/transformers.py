@@ -5,11 +5,11 @@
   register()
   model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="grouped_bf16")
   model.set_experts_implementation("grouped_fp8_block")  # trains in this recipe
-  prepare(model.eval())  # to serve: the weights are quantized once
+  prepare(model.eval())  # for serving: quantizes the weights once
 
-Every model whose experts go through transformers' experts interface takes them: with transposed
-weights, biases, gates of its own (interleaved, clamped), without a gate, and with the sentinels of
-its expert parallelism.
+This works with every model that uses transformers' experts interface. Weights may be transposed,
+layers may have biases, other gates (interleaved, clamped) or no gate, and ids may contain the
+sentinels of transformers' expert parallelism.
 """
 
 import functools
@@ -28,13 +28,13 @@ from cute_kernels.formats import Format
 from grouped import recipes
 
 from ..functional.experts import (
+    ExpertsOptions,
     Layer,
-    Style,
     compute_routing,
-    of_quantized_weights,
-    without_gradients,
+    run_inference,
+    run_quantized_inference,
 )
-from ..functional.experts import experts as mixture
+from ..functional.experts import experts as compute_experts
 from ..nn.cached_weight import lookup, warn_if_captured
 from ..preparation import (
     SOURCES,
@@ -50,7 +50,7 @@ from ..tensor.grouped_tensor import GroupedTensor
 
 Forward: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
-#: Names of experts implementations, and the recipe of each.
+#: Recipes by the name of their experts implementation.
 RECIPES: dict[str, Recipe] = {
     "grouped_bf16": recipes.BF16(),
     "grouped_nvfp4": recipes.NVFP4(),
@@ -59,38 +59,38 @@ RECIPES: dict[str, Recipe] = {
     "grouped_fp8_block": recipes.FP8Block(),
     "grouped_fp8_current": recipes.FP8Current(),
 }
-#: Functions that ``register`` gives transformers, by the same names.
+#: Functions that ``register`` adds to transformers, by the same names.
 _FORWARDS: dict[str, Forward] = {}
 
 
 def register(**more: Recipe) -> tuple[str, ...]:
-    """Add experts implementations to transformers: those of ``RECIPES`` and those that are given.
+    """Add experts implementations to transformers: those of ``RECIPES`` and the arguments.
 
     Args:
-        more: recipes by the name of the implementation.
+        more: Further recipes by the name of their implementation.
 
     Returns:
-        All names that ``experts_implementation`` and ``set_experts_implementation`` now take.
+        All names that ``experts_implementation`` and ``set_experts_implementation`` now accept.
 
     Raises:
         TypeError: a value is no recipe.
-        ValueError: a name that transformers has, or a recipe with delayed scaling, for which
-            its experts keep no scales.
+        ValueError: transformers has an implementation of that name, or a recipe uses delayed
+            scaling, whose scales transformers' experts cannot hold.
     """
     for name, recipe in more.items():
         check_recipe(recipe)
         if name not in RECIPES and name in (*hf.ALL_EXPERTS_FUNCTIONS, "eager"):
             raise ValueError(
-                f"{name} is an experts implementation of transformers: take another name"
+                f"{name} is an experts implementation of transformers: choose another name"
             )
         if recipe.takes_scales:
             raise ValueError(
-                f"{name}: {recipe} keeps scales from step to step, for which transformers' experts "
-                "have no place: use FP8Current, or grouped.nn.GroupedMLP"
+                f"{name}: {recipe} has scales that last from step to step, which transformers' "
+                "experts cannot hold: use FP8Current, or grouped.nn.GroupedMLP"
             )
     RECIPES.update(more)
     for name, recipe in RECIPES.items():
-        _FORWARDS[name] = _forward_of(recipe)
+        _FORWARDS[name] = _forward_in(recipe)
         hf.ALL_EXPERTS_FUNCTIONS.register(name, _FORWARDS[name])
     return tuple(RECIPES)
 
@@ -103,31 +103,32 @@ def prepare(
     columnwise: bool | None = None,
     masters: MutableMapping[Tensor, Tensor] | None = None,
 ) -> int:
-    """``grouped.prepare`` of a model of transformers: quantize the experts' weights once, in place.
+    """Quantize the expert weights of a transformers model once, in place.
 
-    Each becomes a GroupedTensor (G, N, K). Implementations of this module use them as they are:
-    ``grouped_bf16`` beside bf16 activations (W4A16 of NVFP4), quantized ones beside activations
-    that they quantize. By default they take no gradient, and the layers call for none of their
-    input: call the model under ``torch.no_grad()``, or pass ``columnwise=True`` to train other
-    layers. ``get_memory_footprint`` then counts the bytes that are there. ``save_pretrained``
-    writes plain weights only and raises: save before, or by ``grouped.checkpoint.save``.
-    ``set_experts_implementation`` takes implementations that multiply these weights, and raises for
-    others.
+    This is ``grouped.prepare`` for models of transformers. Each weight becomes a GroupedTensor
+    (G, N, K), which the implementations of this module multiply directly: ``grouped_bf16`` with
+    bf16 activations (W4A16 for NVFP4), the others with activations that they quantize. By default
+    the weights do not require gradients, and gradients do not pass through the layers. Call the
+    model under ``torch.no_grad()``, or pass ``columnwise=True`` to train other layers.
+
+    Afterwards ``get_memory_footprint`` counts the bytes of the quantized weights.
+    ``save_pretrained`` raises, since it writes plain weights only: save before, or with
+    ``grouped.checkpoint.save``. ``set_experts_implementation`` raises for implementations that
+    cannot multiply these weights.
 
     Args:
-        model: a model, or experts alone, on the device where it will run.
-        fmt: the format of the weights; None for that of the recipe of the implementation in
-            use.
-        trainable: as in ``grouped.prepare``.
-        columnwise: as in ``grouped.prepare``.
-        masters: as in ``grouped.prepare``.
+        model: A model, or its experts alone, on the device where it will run.
+        fmt: Format of the weights. None takes that of the recipe of the current implementation.
+        trainable: As in ``grouped.prepare``.
+        columnwise: As in ``grouped.prepare``.
+        masters: As in ``grouped.prepare``.
 
     Returns:
-        How many layers of experts were prepared.
+        Number of expert layers that were prepared.
 
     Raises:
-        ValueError: ``model`` has no experts of transformers, or an implementation that is not
-            of this module; and what ``grouped.prepare`` raises.
+        ValueError: ``model`` has no transformers experts, its implementation is not one of this
+            module, or ``grouped.prepare`` raises.
     """
     if not any(experts_of(model)):
         raise ValueError(f"{type(model).__name__} has no experts that use transformers' interface")
@@ -135,36 +136,36 @@ def prepare(
 
 
 def guard_methods(model: nn.Module) -> None:
-    """Have methods of transformers' models that expect plain weights know prepared ones."""
+    """Replace methods of transformers models that expect plain weights."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and any(experts_of(module)):
-            instead: Any = module
             for method in (save_pretrained, get_memory_footprint, set_experts_implementation):
-                setattr(
-                    instead, method.__name__, functools.partial(method, module)
-                )  # pickles, unlike a method
+                # A partial can be pickled; a bound function cannot.
+                setattr(module, method.__name__, functools.partial(method, module))
     for experts in experts_of(model):
         if isinstance(experts.down_proj, GroupedTensor) and "forward" not in vars(experts):
-            experts.forward = functools.partial(_forward_of_prepared, experts)
+            experts.forward = functools.partial(_prepared_forward, experts)
 
 
 def save_pretrained(
     self: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
 ) -> Any:
-    """``save_pretrained`` of a model whose experts hold no plain weights."""
-    given = self.state_dict() if state_dict is None else state_dict
-    name = next((name for name, t in given.items() if isinstance(t, GroupedTensor)), None)
+    """Run ``save_pretrained``, or raise ValueError if a weight is quantized."""
+    state = self.state_dict() if state_dict is None else state_dict
+    name = next((name for name, t in state.items() if isinstance(t, GroupedTensor)), None)
     if name is not None:
         raise ValueError(
-            f"save_pretrained writes plain weights, but prepare() quantized {name}: save before it, or save the quantized "
-            "weights by grouped.checkpoint.save(model, folder, layout=...)"
+            f"save_pretrained writes plain weights, but prepare() quantized {name}: save before, "
+            "or save the quantized weights by "
+            "grouped.checkpoint.save(model, folder, layout=...)"
         )
     return type(self).save_pretrained(self, *args, state_dict=state_dict, **kwargs)
 
 
 def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
-    """``set_experts_implementation`` of a model with quantized weights; nothing changes where it
-    raises.
+    """Run ``set_experts_implementation``; raise ValueError if it cannot multiply the weights.
+
+    If it raises, the model is unchanged.
     """
     configs = [m.config for m in self.modules() if isinstance(m, PreTrainedModel)]
     before = [config._experts_implementation for config in configs]
@@ -178,14 +179,15 @@ def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
         for config, name in zip(configs, before, strict=True):
             config._experts_implementation_internal = name
         raise ValueError(
-            f"experts_implementation={experts_implementation!r} cannot multiply the weights that prepare() quantized: {error}"
+            f"experts_implementation={experts_implementation!r} cannot multiply the weights that "
+            f"prepare() quantized: {error}"
         ) from None
     for weight in weights:
         reorder(weight)
 
 
 def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
-    """``get_memory_footprint``, which takes the size of an element for that of its dtype."""
+    """Return the bytes of a model; transformers' method would count the logical dtype."""
     return sum(t.nbytes for t in (*self.parameters(), *(self.buffers() if return_buffers else ())))
 
 
@@ -194,7 +196,8 @@ def experts_of(model: nn.Module) -> Iterator[Any]:
     return filter(is_foreign_experts, model.modules())
 
 
-def _weights_of(module: Any) -> list[Weight] | None:
+def _foreign_weights(module: Any) -> list[Weight] | None:
+    """Return the two weights of transformers experts, or None for another module."""
     if not is_foreign_experts(module):
         return None
     recipe = recipe_in_use(module)
@@ -203,11 +206,11 @@ def _weights_of(module: Any) -> list[Weight] | None:
     ]
 
 
-SOURCES.append(Source(_weights_of, guard_methods))
+SOURCES.append(Source(_foreign_weights, guard_methods))
 
 
 def recipe_in_use(experts: Any) -> Recipe:
-    """Return the recipe of the implementation that the experts' config names."""
+    """Return the recipe of the implementation in the experts' config."""
     name = experts.config._experts_implementation
     if name not in RECIPES:
         raise ValueError(
@@ -222,43 +225,43 @@ def weight_names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-def _as_linear(experts: Any, weight: Tensor) -> Tensor:
+def _linear_weight(experts: Any, weight: Tensor) -> Tensor:
+    """Return a weight of the experts as (G, N, K)."""
     return weight.transpose(1, 2) if experts.is_transposed else weight
 
 
-def _forward_of(recipe: Recipe) -> Forward:
+def _forward_in(recipe: Recipe) -> Forward:
+    """Return the experts implementation that computes in ``recipe``."""
 
     def forward(
         self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        first, second = weight_names(self)
+        up_name, down_name = weight_names(self)
         if recipe.is_quantized and not torch.is_grad_enabled():
-            warn_if_captured(lookup(self, first), recipe)
-        dtype, experts = hidden_states.dtype, self.num_experts
+            warn_if_captured(lookup(self, up_name), recipe)
+        dtype, num_experts = hidden_states.dtype, self.num_experts
         has_norm = getattr(self, "has_post_expert_norm", False)  # Since 5.18 or later.
         if _is_swiglu(self) and not has_norm:
-            style = Style("swiglu", False, False, dtype)
-            key, given = (experts, style), (hidden_states, top_k_index, top_k_weights)
+            options = ExpertsOptions("swiglu", False, False, dtype)
+            key, inputs = (num_experts, options), (hidden_states, top_k_index, top_k_weights)
 
             def run(layers: tuple[Layer, Layer]) -> Tensor:
-                x, routing = (
-                    hidden_states.to(layers[0].weights[0].dtype),
-                    compute_routing(top_k_index, experts),
-                )
-                return mixture(x, top_k_weights.float(), routing, *layers, style)
+                x = hidden_states.to(layers[0].weights[0].dtype)
+                routing = compute_routing(top_k_index, num_experts)
+                return compute_experts(x, top_k_weights.float(), routing, *layers, options)
 
-            weights = (lookup(self, first), lookup(self, second))
+            weights = (lookup(self, up_name), lookup(self, down_name))
             if type(weights[0]) is type(weights[1]) is GroupedTensor and not (
                 self.has_bias or self.is_transposed
             ):
-                return of_quantized_weights(key, given, weights, recipe, vars(self), run)
-            layers = (_layer(self, first, recipe), _layer(self, second, recipe))
-            return without_gradients(key, given, layers, lambda: run(layers))
-        # The sentinels of expert parallelism are no expert's ids: they have no rows.
-        routing = compute_routing(top_k_index, experts)
+                return run_quantized_inference(key, inputs, weights, recipe, vars(self), run)
+            layers = (_layer(self, up_name, recipe), _layer(self, down_name, recipe))
+            return run_inference(key, inputs, layers, lambda: run(layers))
+        # The sentinels of expert parallelism are not ids of experts and get no rows.
+        routing = compute_routing(top_k_index, num_experts)
         offs, token, _, row = routing
-        hidden = _linear(self, ops.moe_gather(hidden_states, token, row), first, offs, recipe)
-        rows = _linear(self, _activated(self, hidden), second, offs, recipe)
+        hidden = _linear(self, ops.moe_gather(hidden_states, token, row), up_name, offs, recipe)
+        rows = _linear(self, _activate(self, hidden), down_name, offs, recipe)
         if has_norm:
             rows = self.post_expert_norm(rows)
         return ops.moe_combine(rows, row, top_k_weights.float(), dtype)
@@ -266,19 +269,18 @@ def _forward_of(recipe: Recipe) -> Forward:
     return forward
 
 
-def _forward_of_prepared(
+def _prepared_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """``forward`` of prepared experts, without transformers' look-up of the implementation in use.
+    """Run the forward pass of prepared experts without transformers' look-up of implementations.
 
-    A decode step waits for the host, and that look-up takes a tenth of its time in the experts.
+    Decoding is limited by the host, and the look-up takes a tenth of the host time of the experts.
     """
     arguments = (self, hidden_states, top_k_index, top_k_weights)
     if not torch.compiler.is_compiling():
-        # Not self.config.x, which asks Python functions of two classes.
-        name = object.__getattribute__(self.config, "__dict__").get(
-            "_experts_implementation_internal"
-        )
+        # self.config.x would call Python functions of two classes.
+        config = object.__getattribute__(self.config, "__dict__")
+        name = config.get("_experts_implementation_internal")
         if (
             name in _FORWARDS
             and hf.ALL_EXPERTS_FUNCTIONS._global_mapping.get(name) is _FORWARDS[name]
@@ -289,7 +291,7 @@ def _forward_of_prepared(
 
 def _operands(experts: Any, name: str) -> tuple[Tensor, Tensor | None]:
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    return _as_linear(experts, lookup(experts, name)), bias
+    return _linear_weight(experts, lookup(experts, name)), bias
 
 
 def _layer(experts: Any, name: str, recipe: Recipe) -> Layer:
@@ -309,5 +311,6 @@ def _is_swiglu(experts: Any) -> bool:
     )
 
 
-def _activated(experts: Any, hidden: Tensor) -> Tensor:
+def _activate(experts: Any, hidden: Tensor) -> Tensor:
+    """Apply the activation or the gate of the experts."""
     return experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)

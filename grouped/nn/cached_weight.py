@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ..functional.linear_passes import Copies
+from ..functional.operands import QuantizedOperand
 from ..functional.rank_sums import SummedGradient
 from ..recipes import Recipe
 from ..tensor.dtensor_parts import local_part
@@ -110,8 +110,10 @@ class KeptWeight:
     gathers into one tensor again and again without counting a version.
     """
 
-    def __init__(self, sources: Sequence[Tensor], recipe: Recipe, copies: Copies) -> None:
-        self.copies = copies
+    def __init__(
+        self, sources: Sequence[Tensor], recipe: Recipe, quantized: QuantizedOperand
+    ) -> None:
+        self.quantized = quantized
         self._recipe = recipe
         # Weak: a replaced weight is not kept alive. A weakly held storage is no other's address.
         # The references are to a mark on each tensor, for torch.utils.swap_tensors refuses tensors
@@ -127,16 +129,18 @@ class KeptWeight:
         _watch_optimizers()
 
     @classmethod
-    def of(cls, sources: Sequence[Tensor], recipe: Recipe, copies: Copies) -> "KeptWeight | None":
+    def of(
+        cls, sources: Sequence[Tensor], recipe: Recipe, quantized: QuantizedOperand
+    ) -> "KeptWeight | None":
         """The copies, unless they are no tensors with data of their own (fake ones, say)."""
-        if any(type(t) is not Tensor for copy in copies[:2] for t in copy or ()):
+        if any(type(t) is not Tensor for t in quantized.tensors()):
             return None
-        return cls(sources, recipe, copies)
+        return cls(sources, recipe, quantized)
 
     @property
     def has_columnwise(self) -> bool:
         """Whether the copy that the gradient of the input reads is kept."""
-        return self.copies.columnwise is not None
+        return self.quantized.columnwise is not None
 
     def change(self, sources: Sequence[Tensor], recipe: Recipe) -> str | None:
         """What differs from the weight that was quantized; None if nothing does."""

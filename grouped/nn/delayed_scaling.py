@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functional.delayed_scaling import delayed_scaling_update, reduced
-from ..functional.linear_passes import Scaling
+from ..functional.operands import Scaling
 from ..recipes import ROLES, FP8Delayed, Recipe
 from ..tensor.validation import check_size
 
@@ -172,7 +172,7 @@ class DelayedScaling(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_word": None}
 
-    def of_call(self, recipe: Recipe, num_groups: int) -> Scaling:
+    def call_scaling(self, recipe: Recipe, num_groups: int) -> Scaling:
         """The scales of a call, and where its amaxes go if they count.
 
         Args:

@@ -10,11 +10,16 @@ from torch import Tensor, nn
 
 from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype
 from cute_kernels.records import check_kind
-from grouped import inspect as debug
 
-from ..functional.experts import Layer
-from ..functional.linear_autograd import multiply, rows_and_ends
-from ..functional.linear_passes import Copies, Scaling, joined, quantize_weight
+from ..functional.expert_layer import Layer
+from ..functional.linear_autograd import multiply, rows_and_end_rows
+from ..functional.linear_call import join_weights
+from ..functional.linear_passes import quantize_weight
+from ..functional.nonfinite_flags import watch
+from ..functional.operands import QuantizedOperand, Scaling
+from ..inspect.inspector import EAGER_ONLY as INSPECTION_EAGER_ONLY
+from ..inspect.inspector import check_eager
+from ..inspect.nonfinite import InspectableLayer, flags_of
 from ..ownership import FsdpWatch
 from ..recipes import BF16, ROLES, FP8Delayed, Recipe, check_recipe
 from ..tensor.grouped_tensor import GroupedTensor
@@ -34,7 +39,7 @@ def check_width(name: str, size: object, recipe: Recipe | None) -> None:
     check_size(name, size, recipe.multiple, f"{recipe}: it is the blocked dimension of a product")
 
 
-class GroupedLinear(debug.Watched):
+class GroupedLinear(InspectableLayer):
     """Applies ``y = x W_g^T + b_g`` to the rows of each group g.
 
     Args:
@@ -193,13 +198,13 @@ class GroupedLinear(debug.Watched):
             RuntimeError: ``is_first_microbatch=False``, and no weight was kept, or it changed;
                 or something traces or transforms a layer that trains in eager mode only.
         """
-        if self._lens is not None:
+        if self._inspector is not None:
             return self._inspected(x, offs, is_first_microbatch)
         return self._call(x, offs, is_first_microbatch)
 
-    @eager_only(debug.EAGER_ONLY)
+    @eager_only(INSPECTION_EAGER_ONLY)
     def _inspected(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
-        debug.check_eager()
+        check_eager()
         return self._call(x, offs, is_first_microbatch)
 
     def _call(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
@@ -216,7 +221,7 @@ class GroupedLinear(debug.Watched):
         return any(p.requires_grad for p in self.parameters())
 
     def _apply_to(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
-        rows, ends = self.rows_and_ends(x, offs)
+        rows, ends = self.rows_and_end_rows(x, offs)
         call = self.prepare(rows.device, rows.requires_grad, is_first_microbatch)
         y = multiply(
             rows,
@@ -224,24 +229,24 @@ class GroupedLinear(debug.Watched):
             call.bias,
             ends,
             self.recipe,
-            call.copies,
-            call.sink,
+            call.quantized,
+            call.accumulator,
             call.scaling,
             call.probe,
         )
         if call.flags is not None:
-            y = debug.watch(call.flags, rows, call.weights, y, ends)
+            y = watch(call.flags, rows, call.weights, y, ends)
         # Not a view of itself: FSDP warns of those.
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
-    def rows_and_ends(self, x: Tensor, offs: Offsets) -> tuple[Tensor, Tensor]:
-        """``grouped.functional.linear_autograd.rows_and_ends`` for the groups that are here."""
+    def rows_and_end_rows(self, x: Tensor, offs: Offsets) -> tuple[Tensor, Tensor]:
+        """``grouped.functional.linear_autograd.rows_and_end_rows`` for the groups that are here."""
         groups = self.num_groups
         if self.single_parameter:
             weight = local(lookup(self, "weight"))
             self._check_shape(weight)
             groups = len(weight)
-        return rows_and_ends(x, offs, groups, self.in_features)
+        return rows_and_end_rows(x, offs, groups, self.in_features)
 
     def prepare(
         self, device: torch.device, needs_dx: bool, is_first_microbatch: bool | None
@@ -260,15 +265,15 @@ class GroupedLinear(debug.Watched):
         scaling = self._scaling_of_call(is_first_microbatch)
         copies = self._kept_copies(sources, weights, is_first_microbatch, needs_dx, scaling)
         bias = self._stacked("bias") if self.has_bias else None
-        probe = None if self._lens is None else self._lens()
+        probe = None if self._inspector is None else self._inspector()
         return Layer(
-            weights, bias, self.recipe, copies, sink, scaling, probe, debug.flags_of(self, device)
+            weights, bias, self.recipe, copies, sink, scaling, probe, flags_of(self, device)
         )
 
     @property
     def is_eager_only(self) -> bool:
         """Whether a call now must not be traced: something looks at it, or takes gradients."""
-        return self._lens is not None or self._takes_gradients()
+        return self._inspector is not None or self._takes_gradients()
 
     def _takes_gradients(self) -> bool:
         return self._wgrads.active and torch.is_grad_enabled() and self._has_trainable()
@@ -292,7 +297,7 @@ class GroupedLinear(debug.Watched):
                 f"the layer has no state for {self.recipe}: make it with this recipe"
             )
         self.scaling.begin(is_first_microbatch)
-        return self.scaling.of_call(self.recipe, self.num_groups)
+        return self.scaling.call_scaling(self.recipe, self.num_groups)
 
     def _sources(self, name: str) -> list[Tensor]:
         return [lookup(self, name)] if self.single_parameter else list(self._named(name).values())
@@ -351,7 +356,7 @@ class GroupedLinear(debug.Watched):
         is_first_microbatch: bool | None,
         needs_dx: bool,
         scaling: Scaling | None,
-    ) -> Copies | None:
+    ) -> QuantizedOperand | None:
         """The quantized weight of an earlier call or for later ones; None if this is for itself."""
         if not self.recipe.is_quantized or not can_keep(sources):
             return None
@@ -368,13 +373,15 @@ class GroupedLinear(debug.Watched):
                 warn_if_captured(sources[0], self.recipe)
                 return None
             if self._kept is not None and self._kept.change(made_from, self.recipe) is None:
-                return self._kept.copies
+                return self._kept.quantized
         # Not where rows require a gradient: a later microbatch may where this one does not.
-        copies = quantize_weight(joined(weights), self.recipe, wants_gradients, scaling)
+        copies = quantize_weight(join_weights(weights), self.recipe, wants_gradients, scaling)
         self._kept = KeptWeight.of(made_from, self.recipe, copies)
         return copies
 
-    def _copies_of_first_microbatch(self, made_from: list[Tensor], needs_dx: bool) -> Copies:
+    def _copies_of_first_microbatch(
+        self, made_from: list[Tensor], needs_dx: bool
+    ) -> QuantizedOperand:
         kept = self._kept
         if kept is None:
             raise RuntimeError(
@@ -391,7 +398,7 @@ class GroupedLinear(debug.Watched):
                 "is_first_microbatch=False needs the columnwise weight for the gradient of x, "
                 "which the call with True did not keep: it ran under no_grad"
             )
-        return kept.copies
+        return kept.quantized
 
     def extra_repr(self) -> str:
         """Sizes and recipe."""
@@ -424,7 +431,7 @@ class GroupedLinear(debug.Watched):
             **self.__dict__,
             "_kept": None,
             "_nonfinite": None,
-            "_lens": None,
+            "_inspector": None,
             "_shards": {},
             "_fsdp": FsdpWatch(),
         }

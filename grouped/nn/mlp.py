@@ -9,8 +9,15 @@ from torch import Tensor, nn
 
 from cute_kernels.formats.activations import Activation
 
-from ..functional.experts import InPlace, Layer, Routing, Style, compute_routing, experts
-from ..functional.linear_autograd import rows_and_ends
+from ..functional.experts import (
+    ExpertsOptions,
+    Layer,
+    PresortedRouting,
+    Routing,
+    compute_routing,
+    experts,
+)
+from ..functional.linear_autograd import rows_and_end_rows
 from ..recipes import Recipe
 from ..tensor.offsets import Offsets, as_offs
 from .activation import activate, as_activation
@@ -26,9 +33,13 @@ class Mixture:
     """
 
     def __init__(
-        self, weights: Tensor, routing: Routing, style: Style, make: Callable[[], Tensor | None]
+        self,
+        weights: Tensor,
+        routing: Routing,
+        options: ExpertsOptions,
+        make: Callable[[], Tensor | None],
     ) -> None:
-        self.weights, self.routing, self.style = weights, routing, style
+        self.weights, self.routing, self.options = weights, routing, options
         self._make, self._made = make, False
         self._shared: Tensor | None = None
 
@@ -121,14 +132,14 @@ class GroupedMLP(nn.Module):
                     "the layers of a mixture's experts are not called: shard, or hook into, the experts"
                 )
             return self.run(
-                x, offs.weights, offs.routing, is_first_microbatch, offs.style, offs.shared
+                x, offs.weights, offs.routing, is_first_microbatch, offs.options, offs.shared
             )
         if self.exchange is not None:
             return self._exchanged(x, offs, is_first_microbatch)
         if self.is_one():
-            rows, ends = self.gate_up.rows_and_ends(x, offs)
-            style = Style(self.activation.text, self.interleaved, False, rows.dtype)
-            y = self.run(rows, None, InPlace(ends), is_first_microbatch, style)
+            rows, ends = self.gate_up.rows_and_end_rows(x, offs)
+            options = ExpertsOptions(self.activation.text, self.interleaved, False, rows.dtype)
+            y = self.run(rows, None, PresortedRouting(ends), is_first_microbatch, options)
             return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.down.out_features)
         z = self.gate_up(x, offs, is_first_microbatch=is_first_microbatch)
         rows = z.reshape(-1, z.shape[-1])
@@ -139,14 +150,14 @@ class GroupedMLP(nn.Module):
 
     def _exchanged(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
         groups = self.gate_up.num_groups
-        rows, ends = rows_and_ends(x, offs, groups, self.gate_up.in_features)
+        rows, ends = rows_and_end_rows(x, offs, groups, self.gate_up.in_features)
         expert = torch.searchsorted(
             ends, torch.arange(rows.shape[0], device=x.device), right=True
         ).unsqueeze(1)
-        style = Style(self.activation.text, self.interleaved, False, x.dtype)
+        options = ExpertsOptions(self.activation.text, self.interleaved, False, x.dtype)
         ones = torch.ones(expert.shape, device=x.device)
         return self.run(
-            rows, ones, compute_routing(expert, groups), is_first_microbatch, style
+            rows, ones, compute_routing(expert, groups), is_first_microbatch, options
         ).view(x.shape)
 
     def is_one(self) -> bool:
@@ -181,9 +192,9 @@ class GroupedMLP(nn.Module):
         self,
         rows: Tensor,
         weights: Tensor | None,
-        routing: Routing | InPlace,
+        routing: Routing | PresortedRouting,
         is_first_microbatch: bool | None,
-        style: Style,
+        options: ExpertsOptions,
         overlapped_work: Callable[[], object] | None = None,
     ) -> Tensor:
         """``grouped.functional.experts.experts`` with both layers, or ``exchange``, which takes what it does,
@@ -191,8 +202,8 @@ class GroupedMLP(nn.Module):
         """
         layers = self.layers(rows, weights, is_first_microbatch)
         if self.exchange is None:
-            return experts(rows, weights, routing, *layers, style)
-        return self.exchange(rows, weights, routing, *layers, style, overlapped_work)
+            return experts(rows, weights, routing, *layers, options)
+        return self.exchange(rows, weights, routing, *layers, options, overlapped_work)
 
     def layers(
         self, rows: Tensor, weights: Tensor | None, is_first_microbatch: bool | None

@@ -11,8 +11,8 @@ from cute_kernels.ops.checks import check_dtype, same_device
 from cute_kernels.records import check_kind
 from cute_kernels.runtime.observers import needs_dispatcher
 
-from ..functional.experts import Style, compute_routing, experts, without_gradients
-from ..functional.linear_autograd import rows_and_ends, rows_of
+from ..functional.experts import ExpertsOptions, compute_routing, experts, run_inference
+from ..functional.linear_autograd import flatten_rows, rows_and_end_rows
 from ..recipes import Recipe
 from ..tensor.validation import check_is_tensor
 from ..tracing import eager_only
@@ -223,9 +223,9 @@ class MoE(nn.Module):
             return y if x.dim() == 2 else y.view(x.shape)
         if is_eager and num_tokens is None and self.shared is None:
             # The router makes what it reads of them, where that is replayed.
-            rows, ends = rows_of(x, self.hidden_size), None
+            rows, ends = flatten_rows(x, self.hidden_size), None
         else:
-            rows, ends = rows_and_ends(x, self._end(x, num_tokens), 1, self.hidden_size)
+            rows, ends = rows_and_end_rows(x, self._end(x, num_tokens), 1, self.hidden_size)
         flat, live = rows if rows.dtype == x.dtype else x.reshape(rows.shape), None
         if num_tokens is not None and ends is not None:
             live = torch.arange(flat.shape[0], device=x.device) < ends
@@ -244,7 +244,7 @@ class MoE(nn.Module):
                 else beside(rows, ends, is_first_microbatch=is_first_microbatch)
             )
 
-        mixture = Mixture(choice.weights, routing, self._style(x.dtype), shared)
+        mixture = Mixture(choice.weights, routing, self._experts_options(x.dtype), shared)
         y = run(rows, mixture, is_first_microbatch=is_first_microbatch)
         beside = mixture.shared()
         if beside is not None:
@@ -252,9 +252,9 @@ class MoE(nn.Module):
         y = y if x.dim() == 2 else y.view(x.shape)
         return (y, self.router.losses(choice, routing.offs, live)) if losses else y
 
-    def _style(self, dtype: torch.dtype) -> Style:
+    def _experts_options(self, dtype: torch.dtype) -> ExpertsOptions:
         mlp = self._parts[1]
-        return Style(mlp.activation.text, mlp.interleaved, self.recompute, dtype)
+        return ExpertsOptions(mlp.activation.text, mlp.interleaved, self.recompute, dtype)
 
     @property
     def _parts(self) -> tuple[Router, GroupedMLP]:
@@ -272,18 +272,21 @@ class MoE(nn.Module):
     def _infer(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
         """``forward`` of all tokens without gradients: (T, H)."""
         router, mlp = self._parts
-        rows, count = rows_of(x, self.hidden_size), self.num_experts
+        rows, count = flatten_rows(x, self.hidden_size), self.num_experts
         flat = rows if rows.dtype == x.dtype else x.reshape(rows.shape)
-        layers, style = mlp.layers(rows, None, is_first_microbatch), self._style(x.dtype)
+        layers, options = (
+            mlp.layers(rows, None, is_first_microbatch),
+            self._experts_options(x.dtype),
+        )
 
         def run() -> Tensor:
             choice = router(flat)
             return experts(
-                rows, choice.weights, compute_routing(choice.expert_ids, count), *layers, style
+                rows, choice.weights, compute_routing(choice.expert_ids, count), *layers, options
             )
 
         given = (flat, None if rows is flat else rows, *router.tensors)
-        return without_gradients((router.options, count, style), given, layers, run)
+        return run_inference((router.options, count, options), given, layers, run)
 
     def _end(self, x: Tensor, num_tokens: Tensor | None) -> Tensor:
         """(1,) where the tokens end."""

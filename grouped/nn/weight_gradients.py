@@ -21,7 +21,8 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..functional.linear_passes import LinearCall, WgradOperands
+from ..functional.linear_call import LinearCall
+from ..functional.operands import WgradOperands
 
 EAGER_ONLY = (
     "a layer with fuse_wgrad_accumulation or delay_wgrad trains in eager mode only: it writes "

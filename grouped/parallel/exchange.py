@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from cute_kernels import ops
 
-from ..functional.experts import Layer, Routing, Style, compute_routing, experts
+from ..functional.experts import ExpertsOptions, Layer, Routing, compute_routing, experts
 from .wire_format import pack, unpack
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Exchange:
         routing: Routing,
         gate_up_layer: Layer,
         down_layer: Layer,
-        style: Style,
+        options: ExpertsOptions,
         overlapped_work: Callable[[], object] | None = None,
     ) -> Tensor:
         """Compute experts that are distributed over the ranks.
@@ -121,22 +121,22 @@ class Exchange:
             routing: Routing of these tokens to all E experts.
             gate_up_layer: the first layer, with the E / R experts of this rank.
             down_layer: the second layer.
-            style: Options of ``grouped.functional.experts.experts``.
+            options: Options of ``grouped.functional.experts.experts``.
             overlapped_work: Called while results travel.
 
         Returns:
-            (T, H) in ``style.dtype``.
+            (T, H) in ``options.dtype``.
         """
         plan = self.plan(routing, p)
         rows, weights, expert, source_token = _Dispatch.apply(x, p, plan, self)
         local = compute_routing(expert, self.num_experts // self.ranks)
-        local_style = style._replace(dtype=rows.dtype, apart=True)
-        h = experts(rows, weights, local, gate_up_layer, down_layer, local_style)
+        local_options = options._replace(dtype=rows.dtype, defer_routing_weights=True)
+        h = experts(rows, weights, local, gate_up_layer, down_layer, local_options)
         in_flight = self._start(h.detach(), plan.pairs.reversed, "combine")
         if self.overlap and overlapped_work is not None:
             overlapped_work()
         # ``_Dispatch`` passes the gradient of the weights.
-        return _Combine.apply(h, in_flight, p.detach(), source_token, plan, style.dtype, self)
+        return _Combine.apply(h, in_flight, p.detach(), source_token, plan, options.dtype, self)
 
     def plan(self, routing: Routing, p: Tensor) -> DispatchPlan:
         """Plan the exchange. Without a capacity, the ranks tell each other their row counts."""
@@ -327,7 +327,7 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     """Brings results back to their tokens.
 
-    Experts receive the gradient of y, without routing weights, as ``Style.apart`` requires.
+    Experts receive the gradient of y, without routing weights, as ``ExpertsOptions.defer_routing_weights`` requires.
     """
 
     @staticmethod

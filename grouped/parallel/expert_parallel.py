@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cute_kernels.records import check_kind
 
-from ..functional.experts import Layer, Routing, Style, experts
+from ..functional.experts import ExpertsOptions, Layer, Routing, experts
 from ..functional.rank_sums import Sum, SummedGradient
 from ..nn import GroupedMLP, MoE
 from ..tensor.dtensor_parts import local_part
@@ -250,11 +250,11 @@ class _PartialSums:
         routing: Routing,
         gate_up_layer: Layer,
         down_layer: Layer,
-        style: Style,
+        options: ExpertsOptions,
         overlapped_work: object = None,
     ) -> Tensor:
         """Compute the experts, and return (T, H), the sum over the ranks."""
         x, p = SummedGradient.apply(x, self.group), SummedGradient.apply(p, self.group)
-        y = experts(x, p, routing, gate_up_layer, down_layer, style._replace(dtype=torch.float32))
+        y = experts(x, p, routing, gate_up_layer, down_layer, options._replace(dtype=torch.float32))
         summed: Tensor = Sum.apply(y, self.group)
-        return summed.to(style.dtype)
+        return summed.to(options.dtype)

@@ -10,8 +10,10 @@ from torch.utils._pytree import tree_map, tree_map_only
 from cute_kernels import ops
 from cute_kernels.ops.derivatives import register_autograd
 
+from .base import NO_MEMORY
 from .collectives import Flat
-from .grouped_tensor import HANDLERS, NO_MEMORY, GroupedTensor, handler
+from .dispatch import HANDLERS, handler
+from .grouped_tensor import GroupedTensor
 from .lost_updates import adds_update, snapshot, warn_if_lost
 from .shapes import flat_shapes
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .dtensor_parts import gathered, gathered_inputs
-from .grouped_tensor import GroupedTensor, handler
+from .dispatch import handler
+from .gather import gather_inputs, wrap_gathered
+from .grouped_tensor import GroupedTensor
 
 aten = torch.ops.aten
 
@@ -156,12 +157,9 @@ if torch.distributed.is_available():
 
     @handler(functional.all_gather_into_tensor.default, functional.broadcast.default)
     def _functional(func: Any, x: GroupedTensor, *where: Any) -> GroupedTensor:
-        return gathered(
+        return wrap_gathered(
             x,
-            [
-                func(t.view(torch.uint8), *where).view(t.dtype)
-                for t in gathered_inputs(x, 1, len(x))
-            ],
+            [func(t.view(torch.uint8), *where).view(t.dtype) for t in gather_inputs(x, 1, len(x))],
         )
 
     # The second one would make it an AsyncCollectiveTensor, which hides what it is.

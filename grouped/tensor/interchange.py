@@ -24,7 +24,7 @@ Layout = Literal["linear", "tiles"]
 _LAYOUTS = ("linear", "tiles")
 
 
-def joined_parts(
+def join_parts(
     fmt: Format,
     codes: Tensor,
     scales: Tensor | None,
@@ -71,7 +71,7 @@ def split_parts(
     layout: Layout,
     global_scale: bool,
 ) -> dict[str, Tensor]:
-    """Undo ``joined_parts``: see ``GroupedTensor.to_parts``."""
+    """Undo ``join_parts``: see ``GroupedTensor.to_parts``."""
     check_choice("layout", layout, _LAYOUTS)
     found = copy._asdict()
     if fmt.scale is not None and layout == "linear":

@@ -18,7 +18,7 @@ def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
     """(G,) end rows of a tensor of so many rows, as an int32 tensor on its device.
 
     Values of host lists and of CPU tensors are checked here. Values on a GPU are never read, and
-    the kernels clamp them; ``grouped.debug.check_offsets`` checks them without a synchronization.
+    the kernels clamp them; ``grouped.inspect.check_offsets`` checks them without a synchronization.
     The last end may be below ``rows``: the rows behind it are a tail. int64 values that int32
     cannot hold saturate.
 

@@ -134,7 +134,7 @@ def _check_groups(
 
 
 @functools.cache
-def version() -> str:
+def package_version() -> str:
     """The version of this package."""
     try:
         return importlib.metadata.version("grouped-kernels")
@@ -148,7 +148,7 @@ def saved_format(name: str, fields: dict[str, Any], written_by: str) -> Format:
     Raises:
         ValueError: this version knows no such format or field.
     """
-    both = f"the file was written by grouped-kernels {written_by}, this is {version()}"
+    both = f"the file was written by grouped-kernels {written_by}, this is {package_version()}"
     if name not in RECORDS:
         raise ValueError(f"format must be one of {', '.join(RECORDS)}, got {name!r}: {both}")
     cls = RECORDS[name]

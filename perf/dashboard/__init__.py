@@ -1,7 +1,6 @@
 """``perf dashboard``: all records as one page that needs no network.
 
-The same records and plotly give the same bytes: nothing else of the machine that builds the page is
-in it.
+The same records and plotly give the same bytes, on every machine.
 """
 
 import argparse
@@ -16,9 +15,12 @@ from .page import page
 
 
 def publish(folder: Path, records: Sequence[Record], numerics: Sequence[Any] = ()) -> list[Path]:
-    """Write a static site, the page, its records and the badge, and say what was written.
+    """Write a static site: the page, its records and the badge.
 
-    The folder is made where it is missing; files of the same names are replaced.
+    The folder is created if it is missing; files of the same names are replaced.
+
+    Returns:
+        The paths of the files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     index, data, image = (folder / n for n in ("index.html", "records.jsonl", "badge.svg"))
@@ -29,8 +31,11 @@ def publish(folder: Path, records: Sequence[Record], numerics: Sequence[Any] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("records", nargs="*", type=Path, help=f"files or folders; or {RESULTS}")
-    text = "what grouped.debug.inspect saved, in a view of its own; may be repeated"
+    """Add the arguments of ``perf dashboard``."""
+    parser.add_argument(
+        "records", nargs="*", type=Path, help=f"files or folders (default: {RESULTS})"
+    )
+    text = "file that grouped.inspect saved, for the view Numerics; may be repeated"
     parser.add_argument(
         "--numerics", action="append", type=Path, default=[], metavar="FILE", help=text
     )
@@ -40,13 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write what was asked for.
+    """Write the page, the site or the badge.
 
     Raises:
-        ValueError: nothing was, or the records make no page.
+        ValueError: No output is named, or there are no records.
     """
     if not (arguments.out or arguments.publish or arguments.badge):
-        raise ValueError("say what to write: --out FILE, --publish DIR or --badge FILE")
+        raise ValueError("name an output: --out FILE, --publish DIR or --badge FILE")
     records = load(*(arguments.records or [RESULTS]))
     numerics = read_numerics(arguments.numerics)
     written = [path for path in (arguments.out, arguments.badge) if path]

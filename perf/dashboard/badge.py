@@ -1,4 +1,4 @@
-"""The badge of the README: how much faster than PyTorch, in one line of an SVG."""
+"""Badge of the README: the speedup over PyTorch, as one line of SVG."""
 
 import statistics
 from collections.abc import Iterable
@@ -18,20 +18,23 @@ _SVG = """\
 
 
 def speedups(records: Iterable[Record]) -> tuple[str, list[float]]:
-    """The GPU of the newest product, and how many times faster than torch's in bf16 each case is.
+    """Return the GPU of the newest product, and the speedups over torch's bf16 product on it.
 
-    Cases of the suite gemm where both were measured on one commit, each on the last such: times of
-    one day are not compared with those of another.
+    A case of the suite gemm counts if both were measured on one commit; the newest such commit
+    gives the speedup. Times of different days are not compared.
+
+    Returns:
+        Name of the GPU, and the sorted speedups of all cases.
     """
-    both: dict[tuple[Any, ...], dict[str, Record]] = {}
+    sides_of: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in sorted(records, key=lambda record: record.time):
         is_product = (record.suite, record.kind, record.quantity) == ("gemm", "gpu", "time")
         if is_product and record.commit and (record.contender, record.format) in _SIDES:
             case = tuple(sorted((name, str(value)) for name, value in record.case.items()))
-            both.setdefault((record.gpu, record.protocol, case, record.commit), {})[
+            sides_of.setdefault((record.gpu, record.protocol, case, record.commit), {})[
                 record.contender
             ] = record
-    pairs = [sides for sides in both.values() if len(sides) == len(_SIDES)]
+    pairs = [sides for sides in sides_of.values() if len(sides) == len(_SIDES)]
     pairs.sort(key=lambda sides: sides["ours"].time)
     gpu = pairs[-1]["ours"].gpu if pairs else ""
     newest: dict[tuple[Any, ...], float] = {}
@@ -42,12 +45,12 @@ def speedups(records: Iterable[Record]) -> tuple[str, list[float]]:
 
 
 def badge(records: Iterable[Record]) -> str:
-    """An SVG that shows the median and the range over all cases, slow ones included."""
-    gpu, found = speedups(records)
+    """Return an SVG with the median and the range of the speedups of all cases."""
+    gpu, ratios = speedups(records)
     text = "NVFP4 grouped GEMM: not measured yet"
-    if found:
-        text = f"NVFP4 grouped GEMM: {statistics.median(found):.2f}x torch bf16 on {gpu}"
-        text += f" ({found[0]:.2f}x to {found[-1]:.2f}x, {len(found)} cases)"
-    # Letters of 11 px Verdana are 6.6 px wide, on the average of such texts.
+    if ratios:
+        text = f"NVFP4 grouped GEMM: {statistics.median(ratios):.2f}x torch bf16 on {gpu}"
+        text += f" ({ratios[0]:.2f}x to {ratios[-1]:.2f}x, {len(ratios)} cases)"
+    # Letters of 11 px Verdana are 6.6 px wide on average in such texts.
     length = round(6.6 * len(text))
     return _SVG.format(text=escape(text), length=length, width=length + 12)

@@ -1,4 +1,4 @@
-"""The page: its parts and the records, put into one file."""
+"""The page: assets and records in one file."""
 
 import base64
 import functools
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..records import Record
-from .things import payload
+from .entries import payload
 
-#: In the order in which they need each other.
+#: Scripts, in the order in which they depend on each other.
 SCRIPTS = ("data", "tables", "plots", "views")
 
 
@@ -35,19 +35,24 @@ def _plotly() -> str:
 
 
 def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()) -> str:
-    """The whole page; ``data`` is the address of a file of the records, if there is one beside it.
+    """Return the page.
+
+    Args:
+        records: Records to show.
+        data: Address of a file of the records next to the page, if there is one.
+        numerics: Records of ``grouped.inspect``.
 
     Raises:
-        ImportError: there is no plotly.
-        ValueError: there are no records.
+        ImportError: plotly is not installed.
+        ValueError: There are no records.
     """
-    parts = {
+    contents = {
         "style": _asset("style.css"),
         "records": _packed(json.dumps(payload(records, numerics), separators=(",", ":"))),
         "plotly": _plotly(),
         "script": "\n".join(_asset(f"{name}.js") for name in SCRIPTS),
         "data": f'<a href="{data}" download>All records</a>' if data else "",
     }
-    # One pass: no part is looked at for the marks of another.
+    # One pass, so that marks inside the contents are left alone.
     pieces = _asset("page.html").split("@@")
-    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+    return "".join(contents[piece] if i % 2 else piece for i, piece in enumerate(pieces))

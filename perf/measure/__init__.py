@@ -11,10 +11,16 @@ __all__ = ["Meter", "meter_of"]
 
 
 def meter_of(backend: str, protocol: str, quick: bool, options: Mapping[str, Any]) -> Meter:
-    """The meter of a backend; ``""`` is the GPU's kernels, or the reference where there is no GPU.
+    """Return the meter of a backend.
+
+    Args:
+        backend: Name of the backend; ``""`` is the GPU, or the reference on a machine without one.
+        protocol: One of ``measure.gpu.PROTOCOLS``.
+        quick: True to measure few repeats.
+        options: Options of the emulator.
 
     Raises:
-        ValueError: the backend needs a GPU, and there is none.
+        ValueError: The backend needs a GPU, and there is none.
     """
     if not backend:
         backend = "cuda" if torch.cuda.is_available() else "reference"

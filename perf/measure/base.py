@@ -1,4 +1,4 @@
-"""What all meters are."""
+"""Base class of meters."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from ..environment import environment
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """The fields of ``Record`` that a meter finds."""
+    """Fields of ``Record`` that a meter measures."""
 
     quantity: str
     value: float
@@ -31,23 +31,34 @@ class Measurement:
 
 
 def spread_of(values: Sequence[float]) -> float:
+    """Return the largest minus the smallest value."""
     return max(values) - min(values)
 
 
-def of_times(times: Sequence[float], quantity: str, protocol: str, **more: Any) -> Measurement:
-    rounded = (round(statistics.median(times), 2), round(spread_of(times), 2))
-    return Measurement(quantity, rounded[0], "us", protocol, rounded[1], len(times), **more)
+def time_measurement(
+    times: Sequence[float], quantity: str, protocol: str, **fields: Any
+) -> Measurement:
+    """Return the median of repeated times in microseconds, with more ``fields``."""
+    return Measurement(
+        quantity=quantity,
+        value=round(statistics.median(times), 2),
+        unit="us",
+        protocol=protocol,
+        spread=round(spread_of(times), 2),
+        repeats=len(times),
+        **fields,
+    )
 
 
 class Meter:
     """Measures contenders.
 
     Attributes:
-        kind: one of ``records.KINDS``.
-        backend: what the contenders of this package run on.
-        device: where operands lie.
-        arch: whose kernels run, as ``cute_kernels.support`` takes it.
-        quick: whether this run is to see that everything runs.
+        kind: One of ``records.KINDS``.
+        backend: Backend of this package's contenders.
+        device: Device of the operands.
+        arch: Architecture of the kernels, as ``cute_kernels.support`` takes it.
+        quick: True for a run that only checks that everything runs.
     """
 
     kind: str
@@ -57,42 +68,52 @@ class Meter:
     quick: bool = False
 
     def active(self) -> AbstractContextManager[None]:
-        """What calls of contenders happen in; operands are made outside of it."""
+        """Return the context in which contenders are called; operands are made outside of it."""
         return cute_kernels.backend(self.backend)
 
     def call(self, run: Run) -> Any:
-        """What one call returns, to be checked before it is measured."""
+        """Call once and return the result, which is checked before anything is measured."""
         with self.active():
             return run()
 
     def copies(self, smallest: float) -> int:
-        """How many sets of operands of ``smallest`` bytes a cache must not hold."""
+        """Return how many sets of operands of ``smallest`` bytes exceed the cache."""
         return 1
 
     def ceilings(self) -> dict[str, float]:
-        """Rates that nothing exceeds, measured now; see ``Record.ceilings``."""
+        """Measure the rates that nothing exceeds, see ``Record.ceilings``."""
         return {}
 
-    def room(self) -> float:
-        """Bytes that contenders of a task may take together; those that do not fit wait."""
+    def free_memory(self) -> float:
+        """Return the bytes that contenders of a batch may take together."""
         return math.inf
 
     @contextlib.contextmanager
-    def weighing(self) -> Iterator[list[float]]:
-        """Gives a list, and adds to it the bytes that what happens inside takes at most."""
+    def peak_memory(self) -> Iterator[list[float]]:
+        """Yield a list, which gets the peak bytes that the block took when it ends."""
         yield [0.0]
 
     def environment(self) -> dict[str, Any]:
+        """Return the fields of ``Record`` about machine and versions."""
         return environment(self.kind)
 
     def measure(
         self, contenders: Sequence[Contender], runs: Sequence[Sequence[Run]]
     ) -> list[list[Measurement]]:
-        """What is found of contenders, measured together, by calls of each for each set of
-        operands.
+        """Measure contenders together.
+
+        Args:
+            contenders: The contenders.
+            runs: The calls of each contender, one per set of operands.
+
+        Returns:
+            The measurements of each contender.
         """
-        return [self.measure_one(one, run) for one, (run, *_) in zip(contenders, runs, strict=True)]
+        return [
+            self.measure_one(contender, run)
+            for contender, (run, *_) in zip(contenders, runs, strict=True)
+        ]
 
     def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
-        """What is found of one, where they are not measured together."""
+        """Measure one contender, for meters that measure them one by one."""
         raise NotImplementedError

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import torch
 
 from ..contender import Contender, Run
-from .base import Measurement, Meter, of_times
+from .base import Measurement, Meter, time_measurement
 
 _REPEATS, _QUICK_REPEATS = 7, 2
 _LEAST_SECONDS = 0.02
 
 
 class CpuMeter(Meter):
-    """Calls by turns; each repeat is as many calls as take 20 ms."""
+    """Measures contenders in turns; a repeat is as many calls as take 20 ms."""
 
     kind = "cpu"
     arch = "reference"
@@ -26,16 +26,17 @@ class CpuMeter(Meter):
     def measure(
         self, contenders: Sequence[Contender], runs: Sequence[Sequence[Run]]
     ) -> list[list[Measurement]]:
+        """Measure the median time of each contender."""
         times: list[list[float]] = [[] for _ in contenders]
         with self.active():
-            calls = [max(1, round(_LEAST_SECONDS / _seconds(mine[0], 1))) for mine in runs]
+            calls = [max(1, round(_LEAST_SECONDS / _seconds(copies[0], 1))) for copies in runs]
             for _ in range(_QUICK_REPEATS if self.quick else _REPEATS):
-                for (run, *_), count, mine in zip(runs, calls, times, strict=True):
-                    mine.append(_seconds(run, count) * 1e6)
+                for (run, *_), count, samples in zip(runs, calls, times, strict=True):
+                    samples.append(_seconds(run, count) * 1e6)
         protocol = f"{self.backend}, warm"
         return [
-            [of_times(mine, contender.quantity, protocol)]
-            for contender, mine in zip(contenders, times, strict=True)
+            [time_measurement(samples, contender.quantity, protocol)]
+            for contender, samples in zip(contenders, times, strict=True)
         ]
 
 

@@ -14,8 +14,8 @@ from ..contender import Contender, Run
 from ..environment import environment
 from .base import Measurement, Meter
 
-#: What is kept of ``emulator.stats``: its name there, by ours. Instructions are of PTX: a division
-#: counts as one, and is about ten in machine code. A wait counts once, however long it lasts.
+#: Keys of ``ptx_emulator.stats`` by quantity. Instructions are PTX instructions: a division counts
+#: as one, and takes about ten in machine code. A wait counts once, however long it lasts.
 COUNTS = {
     "thread instructions": "thread_insns",
     "warp instructions": "warp_insns",
@@ -32,24 +32,25 @@ _DEFAULT_SMS = 4
 
 
 def count(run: Run) -> dict[str, int]:
-    """What the kernels that ``run`` launches on the emulator execute and move.
+    """Return the counts of the kernels that ``run`` launches on the emulator.
 
     Raises:
-        RuntimeError: it launched none.
+        RuntimeError: It launched no kernel.
     """
     emulator.reset_stats()
     run()
     stats: Mapping[str, int] = emulator.stats()
     if not stats["warp_insns"]:
         raise RuntimeError("nothing ran on the emulator")
-    return {name: int(stats[theirs]) for name, theirs in COUNTS.items()}
+    return {quantity: int(stats[key]) for quantity, key in COUNTS.items()}
 
 
-def claim(arch: str) -> None:
-    """Compile for the emulator before anything else is compiled in this process.
+def bind_compiler(arch: str) -> None:
+    """Bind the CuTe DSL of this process to the emulator, by compiling for it first.
 
-    The CuTe DSL binds what it compiles to the CUDA runtime that it meets first, and kernels of this
-    package are compiled for a real one, to be kept on disk. What runs from sources would meet that.
+    The DSL binds everything that it compiles to the first CUDA runtime that it meets. This package
+    compiles kernels for a real runtime, to cache them on disk. Peers that run from sources on the
+    emulator would get that one.
     """
     from cutlass import cute
 
@@ -63,7 +64,7 @@ def claim(arch: str) -> None:
 
 @contextlib.contextmanager
 def installed(arch: str, num_sms: int) -> Iterator[None]:
-    """Whatever the CuTe DSL compiles and runs inside the block is on the emulator."""
+    """Let the CuTe DSL compile for the emulator and run on it inside the block."""
     emulator.install(arch, num_sms=num_sms)
     try:
         yield
@@ -72,7 +73,7 @@ def installed(arch: str, num_sms: int) -> Iterator[None]:
 
 
 class EmulatorMeter(Meter):
-    """Counts one call of each contender, the one that is checked."""
+    """Counts one call of each contender: the call whose result is checked."""
 
     kind = "emulator"
 
@@ -82,22 +83,26 @@ class EmulatorMeter(Meter):
         self.arch = backend.removeprefix("emulated:")
         self._options = {"num_sms": _DEFAULT_SMS, **options}
         self.num_sms = int(self._options["num_sms"])
-        #: Of calls that were checked, and so counted.
+        #: Counts of the calls that were checked.
         self._counted: dict[Run, dict[str, int]] = {}
 
     def active(self) -> AbstractContextManager[None]:
+        """Return the context of the emulated backend."""
         return cute_kernels.backend(self.backend, **self._options)
 
     def call(self, run: Run) -> Any:
+        """Call once, count, and return the result."""
         returned: list[Any] = []
         with self.active():
             self._counted[run] = count(lambda: returned.append(run()))
         return returned[0]
 
     def environment(self) -> dict[str, Any]:
+        """Return the fields of ``Record`` about machine, versions and emulated GPU."""
         return environment("emulator", f"{self.arch}, {self.num_sms} SMs")
 
     def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
+        """Return the counts of the checked call."""
         if run not in self._counted:
             self.call(run)
         return [

@@ -21,14 +21,17 @@ from .base import Measurement, Meter, spread_of
 
 _ROUNDS, _CALLS = 25, 100
 _QUICK_ROUNDS, _QUICK_CALLS = 3, 10
-#: What stands for a GPU without one.
+#: Emulated GPU on machines without one.
 _ARCH, _SMS = "sm_90a", 132
 
 
 class _Recorder:
-    """A launcher that notes the launches of a call;
+    """A launcher that records the launches of a call.
 
-    ``launch`` runs kernels, None leaves them out.
+    Args:
+        arch: Architecture of the kernels.
+        num_sms: Number of SMs.
+        launch: Launcher that runs the kernels; None leaves them out.
     """
 
     def __init__(self, arch: str, num_sms: int, launch: Any = None) -> None:
@@ -37,7 +40,7 @@ class _Recorder:
         self.launches: list[Callable[[], object]] | None = None
 
     def kernel(self, spec: Any) -> Callable[..., object]:
-        """What launches the kernel of ``spec``, noting it if launches are being noted."""
+        """Return the launch of a kernel, which is recorded while ``launches`` is set."""
         kernel = self._launch.kernel(spec) if self._launch else lambda *arguments: None
         launches = self.launches
         if launches is None:
@@ -51,11 +54,11 @@ class _Recorder:
 
 
 class HostMeter(Meter):
-    """Calls back to back without synchronization, too few for the queue of launches to fill.
+    """Measures calls back to back without synchronization, too few to fill the launch queue.
 
-    On a GPU the share of the kernels' compiled host code is measured by itself, called again with
-    the same arguments. Without one the kernels are left out: what remains is the Python above a
-    launch.
+    On a GPU, the compiled host code of the kernels is also measured alone, called again with the
+    same arguments. Without a GPU the kernels are left out, and only the Python above a launch is
+    measured.
     """
 
     def __init__(self, backend: str = "", quick: bool = False) -> None:
@@ -75,6 +78,7 @@ class HostMeter(Meter):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
+        """Enter the context in which contenders are called."""
         if self.kind == "gpu":
             yield
             return
@@ -83,7 +87,8 @@ class HostMeter(Meter):
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
-        # Where no kernel writes offs, nobody may read their values.
+        """Replace the launcher by the recorder."""
+        # Without kernels, offs hold no values that a check could read.
         launcher = unittest.mock.patch.object(
             registry, "launcher", lambda backend, device: self._recorder
         )
@@ -93,22 +98,21 @@ class HostMeter(Meter):
         clear_plan_cache()
 
     def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
+        """Measure the host time of a call, the number of launches, and their host time."""
         launches = self._launches(run)
         with self.active():
             run()
-            found = [self._time(run, contender.quantity)]
+            measurements = [self._time(run, contender.quantity)]
             if contender.is_ours:
-                found.append(Measurement("launches", len(launches), "1", found[0].protocol))
+                protocol = measurements[0].protocol
+                measurements.append(Measurement("launches", len(launches), "1", protocol))
             if self.kind == "gpu" and launches:
-                found.append(
-                    self._time(
-                        lambda: [launch() for launch in launches],
-                        f"{contender.quantity} of launches",
-                    )
-                )
-        return found
+                quantity = f"{contender.quantity} of launches"
+                measurements.append(self._time(lambda: [launch() for launch in launches], quantity))
+        return measurements
 
     def _launches(self, run: Run) -> list[Callable[[], object]]:
+        """Call once and return its launches."""
         launches = self._recorder.launches = []
         with cute_kernels.backend(self.backend), self._recording():
             run()
@@ -116,6 +120,7 @@ class HostMeter(Meter):
         return launches
 
     def _time(self, run: Run, quantity: str) -> Measurement:
+        """Return the smallest of several medians of the time of a call."""
         medians = []
         for _ in range(self._rounds):
             times = []
@@ -130,10 +135,10 @@ class HostMeter(Meter):
         if self.kind == "cpu":
             protocol += ", no launches"
         return Measurement(
-            quantity,
-            round(min(medians), 2),
-            "us",
-            protocol,
-            round(spread_of(medians), 2),
-            self._rounds,
+            quantity=quantity,
+            value=round(min(medians), 2),
+            unit="us",
+            protocol=protocol,
+            spread=round(spread_of(medians), 2),
+            repeats=self._rounds,
         )

@@ -1,11 +1,11 @@
-"""Bytes that a training step of ``GroupedMLP`` or ``MoE`` keeps for its backward pass, and its
-peak.
+"""Saved tensors and peak memory of a training step of ``GroupedMLP`` or ``MoE``.
 
-On a CPU nothing is computed: the step runs on fake tensors, and torch's ``MemTracker`` adds up the
-storages that live, without temporaries inside an op and what an allocator rounds up. "Saved" is
-what autograd keeps between forward and backward, without the parameters. "Peak" is the most that
-lives at once above parameters, input and output gradient, gradients that are there after the step
-included.
+*Saved* are the tensors that autograd saves for the backward pass, without the parameters. *Peak* is
+the most memory at any time above parameters, input and output gradient. It includes the gradients
+that the step leaves behind.
+
+On a CPU the step runs on fake tensors, and nothing is computed. torch's ``MemTracker`` adds up the
+live storages, without temporaries inside an op and without the rounding of an allocator.
 """
 
 import contextlib
@@ -26,7 +26,15 @@ from grouped.nn import GroupedMLP, MoE
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the step; ``tokens`` are rows of each expert, or with a ``top_k`` those of a mixture."""
+    """Sizes of a step.
+
+    Attributes:
+        experts: Number of experts.
+        hidden: Features of a token.
+        intermediate: Features inside an expert.
+        tokens: Rows of each expert of an MLP, or tokens of a mixture.
+        top_k: Experts per token of a mixture; 0 for an MLP.
+    """
 
     experts: int
     hidden: int
@@ -37,7 +45,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A tensor that is kept for the backward pass, and the bytes of its storage."""
+    """A tensor that is saved for the backward pass, and the bytes of its storage."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,68 +54,74 @@ class Saved:
 
 @contextlib.contextmanager
 def saved_by(module: nn.Module) -> Iterator[list[Saved]]:
-    """The tensors that calls inside keep for their backward passes, each storage once."""
-    # Weakly held, so that no other storage comes to have the same address.
-    seen = {StorageWeakRef(p.untyped_storage()) for p in module.parameters()}
-    found: list[Saved] = []
+    """Yield a list of the tensors that the block saves for backward passes, each storage once."""
+    # A weak reference prevents another storage from getting the same address.
+    known = {StorageWeakRef(p.untyped_storage()) for p in module.parameters()}
+    saved: list[Saved] = []
 
     def pack(t: Tensor) -> Tensor:
+        """Note a saved tensor, unless its storage is known."""
         storage = t.untyped_storage()
         reference = StorageWeakRef(storage)
-        if reference not in seen:
-            seen.add(reference)
-            found.append(Saved(tuple(t.shape), t.dtype, storage.nbytes()))
+        if reference not in known:
+            known.add(reference)
+            saved.append(Saved(tuple(t.shape), t.dtype, storage.nbytes()))
         return t
 
     with saved_tensors_hooks(pack, lambda t: t):
-        yield found
+        yield saved
 
 
 def measure(
     recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu", recompute: bool = False
 ) -> tuple[list[Saved], int]:
-    """What a step keeps, and its peak in bytes above what is there before it; on a CPU of fake
-    tensors.
+    """Run a training step and return its saved tensors and its peak memory in bytes.
 
-    ``recompute`` is that of a mixture.
+    Args:
+        recipe: Recipe of the layer.
+        sizes: Sizes of the step.
+        device: ``"cuda"``, or ``"cpu"`` for fake tensors.
+        recompute: Option of ``MoE``.
     """
     fake = FakeTensorMode() if device == "cpu" else contextlib.nullcontext()
     with fake, torch.device(device):
         experts, widths = sizes.experts, (sizes.hidden, sizes.intermediate)
         options: dict[str, Any] = {"recipe": recipe, "dtype": torch.bfloat16}
         module: nn.Module
-        rows, ends = sizes.tokens, []
+        rows, end_rows = sizes.tokens, []
         if sizes.top_k:
             module = MoE(*widths, experts, sizes.top_k, recompute=recompute, **options)
         else:
             module = GroupedMLP(experts, *widths, **options)
-            ends, rows = [torch.full((experts,), rows).cumsum(0).to(torch.int32)], experts * rows
+            end_rows = [torch.full((experts,), rows).cumsum(0).to(torch.int32)]
+            rows = experts * rows
         x, dy = (torch.randn(rows, sizes.hidden, dtype=torch.bfloat16) for _ in range(2))
         x.requires_grad_()
 
         with saved_by(module) as saved:
-            module(x, *ends)
+            module(x, *end_rows)
 
         def step() -> None:
-            module(x, *ends).backward(dy)
+            module(x, *end_rows).backward(dy)
 
         leaves = [*module.parameters(), x]
         if device == "cuda":
             return saved, _peak_on_gpu(step, leaves)
-        return saved, _peak_of_fakes(step, [*leaves, dy, *ends])
+        return saved, _peak_of_fakes(step, [*leaves, dy, *end_rows])
 
 
 def bytes_of_step(
     recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu", recompute: bool = False
 ) -> dict[str, int]:
-    """What ``measure`` finds, in sums: of activations, of weights, and the peak."""
+    """Return the sums of ``measure``: bytes saved of activations and of weights, and the peak."""
     saved, peak = measure(recipe, sizes, device, recompute)
-    of_weights = sum(t.nbytes for t in saved if len(t.shape) > 2)
-    of_activations = sum(t.nbytes for t in saved) - of_weights
-    return {"saved of activations": of_activations, "saved of weights": of_weights, "peak": peak}
+    weights = sum(t.nbytes for t in saved if len(t.shape) > 2)
+    activations = sum(t.nbytes for t in saved) - weights
+    return {"saved of activations": activations, "saved of weights": weights, "peak": peak}
 
 
 def _peak_of_fakes(step: Callable[[], None], before: list[Tensor]) -> int:
+    """Return the peak of fake tensors above those that exist before the step."""
     tracker = MemTracker()
     tracker.track_external(*before)
     with tracker:
@@ -117,13 +131,15 @@ def _peak_of_fakes(step: Callable[[], None], before: list[Tensor]) -> int:
 
 
 def _peak_on_gpu(step: Callable[[], None], leaves: list[Tensor]) -> int:
-    step()  # Compiles kernels, and makes what lives on.
+    """Return the peak of the allocator in the second step."""
+    step()  # Compiles kernels and allocates persistent buffers.
     for leaf in leaves:
         leaf.grad = None
     return peak_of(step)
 
 
 def peak_of(run: Callable[[], object]) -> int:
+    """Return the peak bytes that a call allocates on the GPU."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""What clock a GPU ran at and what it drew while something was timed."""
+"""Clock and power draw of a GPU during a measurement."""
 
 import ctypes
 import statistics
@@ -8,12 +8,12 @@ from typing import Any
 from ..environment import gpu_uuid
 
 _SECONDS = 0.005
-#: NVML's number of the clock of the SMs.
+#: NVML's constant for the clock of the SMs.
 _NVML_CLOCK_SM = 1
 
 
 class PowerMeter:
-    """Samples the GPU in use whenever it is entered; the first half of the samples is dropped."""
+    """Samples the GPU in use inside ``with``; the first half of all samples is dropped."""
 
     def __init__(self) -> None:
         self._nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
@@ -30,6 +30,7 @@ class PowerMeter:
             raise RuntimeError(f"NVML failed with {status}")
 
     def _sample(self) -> tuple[int, float]:
+        """Return the clock in MHz and the draw in watts."""
         values = ctypes.c_uint(), ctypes.c_uint()
         clock, power = map(ctypes.byref, values)
         self._check(self._nvml.nvmlDeviceGetClockInfo(self._device, _NVML_CLOCK_SM, clock))
@@ -51,7 +52,7 @@ class PowerMeter:
         self._thread.join()
 
     def result(self) -> dict[str, dict[str, float]]:
-        """Clock in MHz and draw in watts as ``Record`` has them: means of the later half."""
+        """Return the mean clock in MHz and draw in watts, as fields of ``Record``."""
         late = self._samples[len(self._samples) // 2 :] or [self._sample()]
         return {
             "clocks": {"sm": round(statistics.fmean(clock for clock, _ in late))},

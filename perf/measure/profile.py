@@ -1,6 +1,7 @@
-"""What else is worth knowing of a pass on a GPU: eager time and memory.
+"""Eager time and memory of a pass on a GPU.
 
-Memory is the most above parameters, rows and their gradients, which are there before and after.
+Memory is the peak above parameters, rows and their gradients, which exist before and after the
+pass.
 """
 
 import timeit
@@ -9,21 +10,22 @@ from typing import Any
 
 import torch
 
-from .base import Measurement, of_times
+from .base import Measurement, time_measurement
 from .memory import peak_of
 
 _REPEATS, _SECONDS = 5, 0.05
 
 
-def details_of(run: Callable[[], Any]) -> list[Measurement]:
+def step_details(run: Callable[[], Any]) -> list[Measurement]:
+    """Return the eager time and the peak memory of a pass."""
     return [
-        of_times(_eager(run), "eager time", "back to back, host included"),
+        time_measurement(_eager(run), "eager time", "back to back, host included"),
         Measurement("peak memory", peak_of(run), "byte", "allocated, eager", 0.0, 1),
     ]
 
 
 def _eager(run: Callable[[], Any]) -> list[float]:
-    """Microseconds of a call among many without a graph."""
+    """Return the microseconds of a call, measured over many calls without a graph."""
 
     def seconds(calls: int) -> float:
         torch.cuda.synchronize()

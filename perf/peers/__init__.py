@@ -1,4 +1,4 @@
-"""Libraries that do the same, behind one interface; see ``peers.base.Peer``."""
+"""Other libraries behind one interface, see ``peers.base.Peer``."""
 
 import importlib
 from collections.abc import Mapping
@@ -6,23 +6,22 @@ from pathlib import Path
 
 from .base import Peer
 
-#: Modules of this package, each with a class ``PEER``.
+#: Modules of this package. Each has a class ``PEER``.
 PEERS = (
-    *(
-        "pytorch",
-        "transformer_engine",
-        "torchao",
-        "flashinfer",
-        "deep_gemm",
-        "quack",
-        "marlin",
-        "humming",
-        "cutlass",
-    ),
+    "pytorch",
+    "transformer_engine",
+    "torchao",
+    "flashinfer",
+    "deep_gemm",
+    "quack",
+    "marlin",
+    "humming",
+    "cutlass",
     "transformers",
 )
 
 
 def all_peers(paths: Mapping[str, Path]) -> list[Peer]:
+    """Return all peers; ``paths`` are folders of those that run from sources, by name."""
     modules = (importlib.import_module(f"perf.peers.{name}") for name in PEERS)
     return [module.PEER(paths) for module in modules]

@@ -1,7 +1,7 @@
 """NVIDIA's CuTe DSL example of a scaled grouped GEMM for MoE, on the emulator.
 
-It runs from a checkout of CUTLASS (``--path CUTLASS=FOLDER``), takes groups of whole 16 rows, and
-has no factor a row.
+It runs from a checkout of CUTLASS (``--path CUTLASS=FOLDER``). Its groups have multiples of 16
+rows, and it has no scale per row.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _TILES = {"256x256": (256, 256, 2), "256x128": (256, 128, 2), "128x128": (128, 1
 
 
 class CutlassExample(Peer):
-    """Its records stay in the repository, so that no checkout is needed to compare with them."""
+    """NVIDIA's example. Its records are in the repository, so that comparing needs no checkout."""
 
     name = "CUTLASS"
     module = "cutlass"
@@ -44,6 +44,7 @@ class CutlassExample(Peer):
     sources = "examples/python/CuTeDSL/cute"
 
     def products(self, work: Operands) -> Iterator[Contender]:
+        """Yield the forward product in NVFP4 and MXFP8, in three tiles."""
         if work.product != "fprop" or self.path is None:
             return
         assert isinstance(self.meter, EmulatorMeter)
@@ -51,30 +52,43 @@ class CutlassExample(Peer):
             call = _Call(self.path, work, fmt, tile, self.meter.num_sms)
             bits, text = element_bytes(fmt), f"{fmt.text} x {fmt.text}"
             note = "groups rounded up to 16 rows; no factor a row"
-            made = self.product(work, text, call.prepare, bits, bits, error=call.error, note=note)
-            # Its error is beside what operands decode to.
+            contender = self.product(
+                work, text, call.prepare, bits, bits, error=call.error, note=note
+            )
+            # Its error is relative to the decoded operands, so that of bf16 is the bound.
             name, bound = f"CUTLASS example, tile {tile}", NOISE["bfloat16"]
-            yield dataclasses.replace(made, name=name, bound=bound)
+            yield dataclasses.replace(contender, name=name, bound=bound)
 
 
 @dataclasses.dataclass
 class _Call:
+    """A call of the example.
+
+    Attributes:
+        path: Checkout of CUTLASS.
+        work: Operands in bf16.
+        fmt: Format of both operands.
+        tile: A key of ``_TILES``.
+        num_sms: SMs of the emulated GPU.
+        operands: Quantized operands, with padded groups; None before ``prepare``.
+    """
+
     path: Path
     work: Operands
     fmt: Format
     tile: str
     num_sms: int
-    #: What is multiplied, groups rounded up; None before ``prepare``.
     operands: tuple[grouped.GroupedTensor, grouped.GroupedTensor] | None = None
 
     def error(self, out: Tensor) -> float:
-        """Against the fp32 product of what its operands decode to."""
+        """Return the error relative to the fp32 product of the decoded operands."""
         assert self.operands is not None
         a, b = (x.dequantize(torch.float32) for x in self.operands)
-        got, a = (unpadded_rows(x, self.work.sizes, _ROW_MULTIPLE) for x in (out, a))
-        return self.work.error(got, a, b)
+        actual, a = (unpadded_rows(x, self.work.sizes, _ROW_MULTIPLE) for x in (out, a))
+        return self.work.error(actual, a, b)
 
     def prepare(self) -> Callable[[], Tensor]:
+        """Quantize the operands and return the call of the kernel."""
         from cutlass import Float32, cute
 
         work, fmt = self.work, self.fmt
@@ -103,19 +117,21 @@ class _Call:
 
         @functools.cache
         def compiled() -> tuple[Any, tuple[Any, ...]]:
-            # The DSL takes CPU tensors only where it is on the emulator.
+            """Return the compiled kernel and its arguments.
+
+            The DSL accepts CPU tensors only while the emulator is installed.
+            """
             tensors = [_cute_tensor(x) for x in arguments]
-            rest = (
-                importlib.import_module("cuda.bindings.driver").CUstream(0),
-                *(_cute_tensor(x) for x in ones),
-            )
+            stream = importlib.import_module("cuda.bindings.driver").CUstream(0)
+            global_scales = [_cute_tensor(x) for x in ones]
             clusters = self.num_sms // ctas
-            return cute.compile(kernel, *tensors, clusters, *rest), (*tensors, *rest)
+            function = cute.compile(kernel, *tensors, clusters, stream, *global_scales)
+            return function, (*tensors, stream, *global_scales)
 
         def run() -> Tensor:
             with installed("sm_100a", self.num_sms):
-                function, given = compiled()
-                function(*given)
+                function, kernel_arguments = compiled()
+                function(*kernel_arguments)
             return out
 
         return run
@@ -130,25 +146,25 @@ class _Call:
 def _quantized(
     a: Tensor, offs: Tensor, b: Tensor, fmt: Format
 ) -> tuple[tuple[Tensor, ...], tuple[grouped.GroupedTensor, grouped.GroupedTensor]]:
-    """Operands as the example takes them, and as we do; second levels are ones."""
+    """Return the operands of the example and those of this package, with global scales of 1."""
     unit = torch.full((len(offs),), 2688.0) if fmt.global_scale else None
-    left = grouped.quantize(a, fmt, offs=offs, amax=unit)
-    right = grouped.quantize(b, fmt, amax=unit)
+    a_quantized = grouped.quantize(a, fmt, offs=offs, amax=unit)
+    b_quantized = grouped.quantize(b, fmt, amax=unit)
     assert fmt.scale is not None
-    assert left.rowwise is not None and right.rowwise is not None
-    # The scales of each group's rows in whole tiles of 128, one group after the other.
+    assert a_quantized.rowwise is not None and b_quantized.rowwise is not None
+    # The example expects the scale tiles of all groups one after the other, without slots.
     starts = [0, *offs.tolist()]
     tiles = [
-        left.rowwise.scales[slot_tile(start, g) :][: ceil_div(end - start, 128)]
+        a_quantized.rowwise.scales[slot_tile(start, g) :][: ceil_div(end - start, 128)]
         for g, (start, end) in enumerate(itertools.pairwise(starts))
     ]
     width = a.shape[1] // fmt.scale.vec_size
-    scales = (torch.cat(tiles).view(-1, width), right.rowwise.scales.reshape(len(b), -1))
-    codes = (left.rowwise.codes.contiguous(), right.rowwise.codes.contiguous())
+    scales = (torch.cat(tiles).view(-1, width), b_quantized.rowwise.scales.reshape(len(b), -1))
+    codes = (a_quantized.rowwise.codes.contiguous(), b_quantized.rowwise.codes.contiguous())
     is_packed = fmt.element.per_byte > 1
     packed = [x.view(torch.float4_e2m1fn_x2) if is_packed else x for x in codes]
     factors = [x.view(fmt.scale.element.dtype) for x in scales]
-    return (packed[0], packed[1].transpose(1, 2), *factors), (left, right)
+    return (packed[0], packed[1].transpose(1, 2), *factors), (a_quantized, b_quantized)
 
 
 def _cute_tensor(x: Tensor) -> Any:

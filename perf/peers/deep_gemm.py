@@ -15,20 +15,20 @@ from ..operands import Operands
 from .base import Peer, padded_rows, unpadded_rows
 
 _BLOCK = 128
-#: Mean rows of an expert below which its masked layout is the faster one.
+#: Mean rows per expert below which its masked layout is faster.
 _MASKED_BELOW = 64
 _HOPPER = 9
 
 
 class DeepGemm(Peer):
-    """Its rows come padded to whole blocks of an expert, or to the largest expert (masked)."""
+    """DeepGEMM. Experts are padded to blocks of rows, or to the largest expert (masked)."""
 
     name = "DeepGEMM"
     module = "deep_gemm"
     capabilities = (9, 10)
 
     def products(self, work: Operands) -> Iterator[Contender]:
-        """Fprop; padding and conversion are not timed."""
+        """Yield forward products; padding and conversion are not timed."""
         if work.product != "fprop":
             return
         layout = "masked" if work.rows < _MASKED_BELOW * work.shape.experts else "contiguous"
@@ -44,6 +44,16 @@ class DeepGemm(Peer):
 
 @dataclasses.dataclass
 class _Call:
+    """A call of DeepGEMM.
+
+    Attributes:
+        work: Operands in bf16.
+        is_fp8: True for FP8, False for bf16.
+        layout: ``"masked"`` or ``"contiguous"``.
+        library: The module, after ``prepare``.
+        alignment: Multiple to which contiguous groups are padded.
+    """
+
     work: Operands
     is_fp8: bool
     layout: str
@@ -51,9 +61,10 @@ class _Call:
     alignment: int = 0
 
     def prepare(self) -> Callable[[], Tensor]:
+        """Pad and convert the operands, and return the call."""
         work, library = self.work, importlib.import_module("deep_gemm")
         self.library = library
-        # Block scales are powers of two, packed, on Blackwell alone.
+        # Only on Blackwell block scales are packed powers of two.
         self.pow2 = torch.cuda.get_device_capability()[0] > _HOPPER
         options: dict[str, Any] = {"disable_ue8m0_cast": not self.pow2} if self.is_fp8 else {}
         multiply = getattr(
@@ -64,8 +75,8 @@ class _Call:
             a = work.a.new_zeros(
                 work.shape.experts, round_up(max(work.sizes), _BLOCK), work.shape.k
             )
-            for group, part in enumerate(work.a.split(work.sizes)):
-                a[group, : len(part)] = part
+            for group, group_rows in enumerate(work.a.split(work.sizes)):
+                a[group, : len(group_rows)] = group_rows
             sizes = torch.tensor(work.sizes, dtype=torch.int32, device=a.device)
             routing = (sizes, max(1, ceil_div(work.rows, work.shape.experts)))
         else:
@@ -83,13 +94,15 @@ class _Call:
         return run
 
     def weights(self) -> Any:
+        """Return the weights, for FP8 with a scale per 128 x 128 block."""
         if not self.is_fp8:
             return self.work.b
         cast = self.library.utils.per_block_cast_to_fp8
         pairs = [cast(weight, use_ue8m0=self.pow2) for weight in self.work.b]
-        return tuple(torch.stack(parts) for parts in zip(*pairs, strict=True))
+        return tuple(torch.stack(tensors) for tensors in zip(*pairs, strict=True))
 
     def rows(self, x: Tensor) -> Any:
+        """Return the rows, for FP8 with a scale per 1 x 128 block."""
         if not self.is_fp8:
             return x
         values, scales = self.library.utils.per_token_cast_to_fp8(
@@ -98,9 +111,10 @@ class _Call:
         return values.view(x.shape), scales.view(*x.shape[:-1], -1)
 
     def error(self, out: Tensor) -> float:
+        """Return the error without the padding."""
         sizes = self.work.sizes
         if out.dim() == 3:
-            rows = torch.cat([part[:n] for part, n in zip(out, sizes, strict=True)])
+            rows = torch.cat([group[:n] for group, n in zip(out, sizes, strict=True)])
         else:
             rows = unpadded_rows(out, sizes, self.alignment)
         return self.work.error(rows)

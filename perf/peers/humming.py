@@ -13,13 +13,14 @@ from .base import W4A16Peer, linear_nvfp4
 
 
 class Humming(W4A16Peer):
-    """Its grouped contiguous product, with the tiles that its heuristics choose."""
+    """Humming: its grouped contiguous product, in the tiles that its heuristics choose."""
 
     name = "Humming"
     module = "humming"
     distribution = "humming-kernels"
 
     def prepare(self, work: Operands) -> Callable[[], Tensor]:
+        """Load the weights into a layer, and return its call."""
         layer = (
             importlib.import_module("humming.layer")
             .HummingLayer(
@@ -31,9 +32,9 @@ class Humming(W4A16Peer):
             )
             .to(work.device)
         )
-        codes, scales, level = linear_nvfp4(work.b)
+        codes, scales, global_scale = linear_nvfp4(work.b)
         layer.load_from_tensors(
-            {"weight": codes, "weight_scale": scales, "weight_scale_2": level.view(-1, 1)}
+            {"weight": codes, "weight_scale": scales, "weight_scale_2": global_scale.view(-1, 1)}
         )
         layer.transform()
         starts = F.pad(work.offs, (1, 0)).long()

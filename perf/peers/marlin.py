@@ -14,22 +14,23 @@ from .base import W4A16Peer, linear_nvfp4
 _UTILS = "vllm.model_executor.layers.quantization.utils"
 _ALIGN = "vllm.model_executor.layers.fused_moe.moe_align_block_size"
 _BLOCKS = (8, 16, 32, 48, 64)
-#: Rows of a block are the fewest of which an expert fills this much.
+#: A block has the fewest rows of which an average expert fills less than this share.
 _FILLED = 0.9
 
 
 class Marlin(W4A16Peer):
-    """The product inside ``fused_marlin_moe``; experts of rows are sorted before, untimed."""
+    """Marlin: the product inside ``fused_marlin_moe``. Sorting rows by expert is not timed."""
 
     name = "Marlin"
     module = "vllm"
 
     def prepare(self, work: Operands) -> Callable[[], Tensor]:
+        """Arrange the weights and sort the rows, and return the call of the kernel."""
         ops = importlib.import_module("vllm._custom_ops")
         types = importlib.import_module("vllm.scalar_type").scalar_types
         marlin = importlib.import_module(f"{_UTILS}.marlin_utils")
         n, k, experts = work.shape.n, work.shape.k, work.shape.experts
-        weights, scales, levels = _weights(work, ops, marlin)
+        weights, scales, global_scales = _weights(work, ops, marlin)
         mean = work.rows / experts
         block = next((b for b in _BLOCKS if mean / b < _FILLED), _BLOCKS[-1])
         owner = torch.repeat_interleave(
@@ -40,7 +41,19 @@ class Marlin(W4A16Peer):
         out = torch.empty(work.rows, n, dtype=torch.bfloat16, device=work.device)
         ones = torch.ones(work.rows, 1, device=work.device)
         workspace = marlin.marlin_make_workspace_new(work.device, 4)
-        arguments = (work.a, out, weights, None, scales, None, levels, None, None, None, workspace)
+        arguments = (
+            work.a,
+            out,
+            weights,
+            None,
+            scales,
+            None,
+            global_scales,
+            None,
+            None,
+            None,
+            workspace,
+        )
         options: dict[str, Any] = {
             "moe_block_size": block,
             "top_k": 1,
@@ -60,12 +73,13 @@ class Marlin(W4A16Peer):
 
 
 def _weights(work: Operands, ops: Any, marlin: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, block scales and global scales in Marlin's order."""
     fp4 = importlib.import_module(f"{_UTILS}.marlin_utils_fp4")
-    codes, scales, level = linear_nvfp4(work.b)
+    codes, scales, global_scale = linear_nvfp4(work.b)
     sizes: dict[str, Any] = {"size_k": work.shape.k, "size_n": work.shape.n, "is_a_8bit": False}
     no_order = torch.empty(0, dtype=torch.int, device=work.device)
     half = scales.to(torch.bfloat16)
-    # One power of two for all experts, as its own loader has it.
+    # One power of two for all experts, as in its loader.
     factor = fp4._nvfp4_compute_scale_factor(half, torch.bfloat16)
     packed, arranged = [], []
     for code, scale in zip(codes, half, strict=True):
@@ -77,8 +91,8 @@ def _weights(work: Operands, ops: Any, marlin: Any) -> tuple[Tensor, Tensor, Ten
                 0
             ]
         )
-    levels = fp4.nvfp4_marlin_process_global_scale(level, torch.bfloat16) / factor
-    return torch.stack(packed), torch.stack(arranged), levels
+    processed = fp4.nvfp4_marlin_process_global_scale(global_scale, torch.bfloat16)
+    return torch.stack(packed), torch.stack(arranged), processed / factor
 
 
 PEER = Marlin

@@ -1,4 +1,4 @@
-"""PyTorch: grouped products, and quantizers as its compiler makes them."""
+"""PyTorch: grouped products, layers, and compiled quantizers."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -21,23 +21,24 @@ _FP8_MAX = 448.0
 
 
 class PyTorch(Peer):
-    """Its products, and its compiler."""
+    """PyTorch. Contenders of its compiler are named ``torch.compile``."""
 
     name = "torch"
     module = "torch"
     kinds = ("gpu", "cpu")
 
     def products(self, work: Operands) -> Iterator[Contender]:
+        """Yield the bf16 product, and on a GPU the forward product in FP8."""
         plain = partial(_grouped_mm, work)
         yield self.product(work, "bfloat16", lambda: plain)
         if work.device.type == "cuda" and work.product == "fprop":
             yield self.product(work, "fp8 rowwise", partial(_rowwise, work), 1.0, 1.0)
 
-    def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
-        """NVFP4 and MXFP8 rows; scales are not swizzled."""
-        if asked.directions != "row":
+    def quantizers(self, data: Input, request: Quantization) -> Iterator[Contender]:
+        """Yield compiled rowwise quantizers to NVFP4 and MXFP8, without swizzled scales."""
+        if request.directions != "row":
             return
-        if asked.gives_amax:
+        if request.gives_amax:
             yield self._compiled(data, "nvfp4", nvfp4_given, nvfp4_values)
         else:
             yield self._compiled(data, "nvfp4:row_scaled", nvfp4_rows, nvfp4_values)
@@ -46,17 +47,23 @@ class PyTorch(Peer):
     def _compiled(
         self, data: Input, text: str, quantize: Callable[..., Any], decode: Callable[..., Tensor]
     ) -> Contender:
+        """Return a compiled quantizer."""
+
         def prepare() -> Run:
             return partial(torch.compile(quantize, dynamic=False), data.x, data.amax.amax().view(1))
 
-        made = self.quantizer(data, text, prepare, lambda got: relative_error(decode(*got), data.x))
-        return dataclasses.replace(made, name="torch.compile")
+        def error(result: Any) -> float:
+            return relative_error(decode(*result), data.x)
+
+        contender = self.quantizer(data, text, prepare, error)
+        return dataclasses.replace(contender, name="torch.compile")
 
     def layers(self, work: LayerWork) -> Iterator[Contender]:
+        """Yield the layer in bf16."""
         yield self._step(work, swiglu)
 
     def experts(self, work: ExpertsWork) -> Iterator[Contender]:
-        """With SwiGLU by its compiler."""
+        """Yield the experts in bf16, with compiled SwiGLU."""
         yield self._step(work, compiled(swiglu, work.device))
 
     def _step(self, work: LayerWork, activate: Callable[[Tensor], Tensor]) -> Contender:
@@ -65,18 +72,30 @@ class PyTorch(Peer):
         return work.contender("torch", "BF16", make, 3 * NOISE["bfloat16"])
 
     def mixtures(self, work: MoEWork) -> Iterator[Contender]:
-        """The layer in bf16, with the activation and the sum by its compiler."""
+        """Yield the layer in bf16, with compiled activation and sum."""
         yield work.contender("torch", "BF16", lambda: _mixture(work), PEER_BOUND)
 
 
 def combine(h: Tensor, order: Tensor, p: Tensor) -> Tensor:
-    """Of rows (T k, H) in an order; a copy by index has a gradient without sums."""
+    """Return the weighted sums over the rows of each token.
+
+    Args:
+        h: Rows (T k, H), sorted by expert.
+        order: Pair of a token and an expert of each row.
+        p: Routing weights (T, k).
+    """
+    # The gradient of a copy by index needs no sums.
     pairs = torch.empty_like(h).index_copy(0, order, h).view(*p.shape, -1)
     return (pairs.float() * p.unsqueeze(-1)).sum(1).to(h.dtype)
 
 
-def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs of a token and one of its experts sorted by expert, and where each expert's end."""
+def sort_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return the pairs of a token and an expert sorted by expert, and the end row of each expert.
+
+    Args:
+        ids: Experts (T, k) of each token.
+        experts: Number of experts.
+    """
     order = ids.flatten().argsort(stable=True)
     counts = torch.zeros(experts, dtype=torch.int32, device=ids.device)
     ones = torch.ones_like(order, dtype=torch.int32)
@@ -84,21 +103,25 @@ def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _mixture(work: MoEWork) -> Step:
+    """Return the pass of a mixture of experts."""
     act = work.activate
     activate = compiled(lambda z, b, expert: act(z if b is None else z + b[expert]), work.device)
     add = compiled(
-        lambda h, b, expert, *rest: combine(h if b is None else h + b[expert], *rest), work.device
+        lambda h, b, expert, order, p: combine(h if b is None else h + b[expert], order, p),
+        work.device,
     )
 
     def experts(
         x: Tensor, p: Tensor, ids: Tensor, up: Tensor, down: Tensor, *biases: Tensor
     ) -> Tensor:
-        order, offs = by_expert(ids, len(up))
-        of_up, of_down = biases or (None, None)
+        """Run the experts of a mixture and sum their results."""
+        order, offs = sort_by_expert(ids, len(up))
+        up_bias, down_bias = biases or (None, None)
         expert = ids.flatten()[order]
         rows = x.index_select(0, order // work.shape.top_k)
-        a = activate(torch._grouped_mm(rows, up.transpose(1, 2), offs=offs), of_up, expert)
-        return add(torch._grouped_mm(a, down.transpose(1, 2), offs=offs), of_down, expert, order, p)
+        a = activate(torch._grouped_mm(rows, up.transpose(1, 2), offs=offs), up_bias, expert)
+        h = torch._grouped_mm(a, down.transpose(1, 2), offs=offs)
+        return add(h, down_bias, expert, order, p)
 
     return work.plain(experts)
 
@@ -113,10 +136,11 @@ def _to_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rowwise(work: Operands) -> Callable[[], Tensor]:
+    """Quantize the operands with a scale per row, and return the call of the product."""
     a, a_scale = _to_fp8_rows(work.a)
-    # Expert by expert: fp32 copies of all weights may be too much.
+    # Expert by expert, since fp32 copies of all weights may not fit into memory.
     pairs = [_to_fp8_rows(weight) for weight in work.b]
-    b, b_scale = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+    b, b_scale = (torch.stack(tensors) for tensors in zip(*pairs, strict=True))
     options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
     return partial(
         torch._scaled_grouped_mm, a, b.transpose(1, 2), a_scale, b_scale, offs=work.offs, **options
@@ -124,29 +148,39 @@ def _rowwise(work: Operands) -> Callable[[], Tensor]:
 
 
 def nvfp4_given(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, block scales and second level of rows of given amaxes, as PyTorch users write it."""
+    """Quantize rows to NVFP4, in plain PyTorch.
+
+    Args:
+        x: Rows (T, K).
+        amax: One amax, or one per row.
+
+    Returns:
+        Codes (T, K / 2), block scales (T, K / 16), and the global encode scales.
+    """
     blocks = x.float().unflatten(-1, (-1, 16))
-    level = (2688.0 / amax).view(-1, 1)
-    scales = (blocks.abs().amax(-1) / 6.0 * level).clamp(max=448.0).to(torch.float8_e4m3fn)
-    y = blocks * (level / scales.float()).unsqueeze(-1)
+    encode_scale = (2688.0 / amax).view(-1, 1)
+    scales = (blocks.abs().amax(-1) / 6.0 * encode_scale).clamp(max=448.0).to(torch.float8_e4m3fn)
+    y = blocks * (encode_scale / scales.float()).unsqueeze(-1)
     magnitude = y.abs()
     code = (magnitude > 0.25).to(torch.uint8) + (magnitude >= 0.75) + (magnitude > 1.25)
     code = code + (magnitude >= 1.75) + (magnitude > 2.5) + (magnitude >= 3.5) + (magnitude > 5.0)
     code = (code | (y < 0).to(torch.uint8) << 3).flatten(-2)
-    return code[..., ::2] | code[..., 1::2] << 4, scales, level
+    return code[..., ::2] | code[..., 1::2] << 4, scales, encode_scale
 
 
 def nvfp4_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize rows to NVFP4 with the amax of each row; ``amax`` is ignored."""
     return nvfp4_given(x, x.abs().amax(-1).float())
 
 
-def nvfp4_values(codes: Tensor, scales: Tensor, level: Tensor) -> Tensor:
+def nvfp4_values(codes: Tensor, scales: Tensor, encode_scale: Tensor) -> Tensor:
+    """Decode NVFP4 rows."""
     blocks = unpack_codes(codes).unflatten(-1, (-1, 16)) * scales.float().unsqueeze(-1)
-    return blocks.flatten(-2) / level
+    return blocks.flatten(-2) / encode_scale
 
 
 def mxfp8_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """MXFP8 rows: E4M3 codes and the exponent of each block, rounded up."""
+    """Quantize rows to MXFP8: E4M3 codes, and block exponents that are rounded up."""
     blocks = x.float().unflatten(-1, (-1, 32))
     exponent = torch.ceil(torch.log2(blocks.abs().amax(-1).clamp(min=2.0**-126) / _FP8_MAX))
     codes = (blocks * torch.exp2(-exponent).unsqueeze(-1)).to(torch.float8_e4m3fn)
@@ -154,6 +188,7 @@ def mxfp8_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mxfp8_values(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Decode MXFP8 rows."""
     scale = torch.exp2(exponents.float() - 127).unsqueeze(-1)
     return (codes.float().unflatten(-1, (-1, 32)) * scale).flatten(-2)
 
@@ -164,7 +199,7 @@ def grouped_mlp(
     weights: Sequence[Any],
     activate: Callable[[Tensor], Tensor] = swiglu,
 ) -> Tensor:
-    """A linear layer; with a second weight, of the way down, an MLP with SwiGLU."""
+    """Return the output of a linear layer, or with a second weight of an MLP with SwiGLU."""
     y = product(x, weights[0])
     return y if len(weights) == 1 else product(activate(y), weights[1])
 
@@ -174,7 +209,7 @@ def plain_layer(
     multiply: Callable[[Tensor, Tensor], Tensor],
     activate: Callable[[Tensor], Tensor] = swiglu,
 ) -> Step:
-    """The layer of a differentiable product of rows and (G, K, N) weights in bf16."""
+    """Return the pass of a layer with a differentiable product of rows and weights (G, K, N)."""
     weights = work.leaves()
 
     def product(rows: Tensor, weight: Tensor) -> Tensor:

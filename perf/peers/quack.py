@@ -1,5 +1,6 @@
-"""quack 0.6: grouped bf16 products, and experts with the gather in the loader and SwiGLU in the
-epilogue.
+"""quack 0.6: grouped bf16 products and experts.
+
+Its experts gather rows in the loader and compute SwiGLU in the epilogue.
 """
 
 import dataclasses
@@ -17,11 +18,11 @@ from ..operands import Operands
 from ..suites.layer import LayerWork, Step
 from ..suites.moe import PEER_BOUND, ExpertsWork, MoEWork, compiled
 from .base import NOISE, Peer
-from .pytorch import by_expert, combine
+from .pytorch import combine, sort_by_expert
 
 
 class Quack(Peer):
-    """Tuned by its own autotuner on the first call of a shape, which takes half a minute."""
+    """quack. Its autotuner takes half a minute in the first call of a shape."""
 
     name = "quack"
     module = "quack"
@@ -29,6 +30,8 @@ class Quack(Peer):
     capabilities = (9, 10)
 
     def products(self, work: Operands) -> Iterator[Contender]:
+        """Yield the bf16 product."""
+
         def prepare() -> Any:
             groups = {"cu_seqlens_k" if work.is_wgrad else "cu_seqlens_m": _starts(work.offs)}
             return functools.partial(_interface().gemm, *work.factors, **groups)
@@ -36,22 +39,26 @@ class Quack(Peer):
         yield self.product(work, "bfloat16", prepare)
 
     def layers(self, work: LayerWork) -> Iterator[Contender]:
-        """The MLP; without a backward pass what that would need is not stored."""
+        """Yield the MLP; a forward pass alone stores nothing for a backward pass."""
         if work.layer == "mlp":
             yield self._step(work, None, None)
 
     def experts(self, work: ExpertsWork) -> Iterator[Contender]:
-        """Its loader gathers rows; those that the gradient of the first weight reads are given to
-        it.
+        """Yield the experts of a mixture.
+
+        The loader gathers rows. The gradient of the first weight gets gathered rows.
         """
         yield self._step(work, work.tokens, work.index)
 
     def _step(self, work: LayerWork, *gather: Tensor | None) -> Contender:
-        make = functools.partial(_alone, work, *gather)
+        make = functools.partial(_mlp, work, *gather)
         return work.contender("quack", "BF16", make, 4 * NOISE["bfloat16"])
 
     def mixtures(self, work: MoEWork) -> Iterator[Contender]:
-        """With PyTorch's router, sort, sums and shared expert; it has no SwiGLU that clamps."""
+        """Yield the layer with PyTorch's router, sort, sums and shared expert.
+
+        quack has no clamped SwiGLU.
+        """
         if "activation" not in work.options:
             yield work.contender("quack", "BF16", lambda: _mixture(work), PEER_BOUND)
 
@@ -65,9 +72,11 @@ def _starts(offs: Tensor) -> Tensor:
 
 
 class _Experts(torch.autograd.Function):
-    """Rows of experts, of rows x in place, which ``tokens`` have by ``index`` if they are given.
+    """MLP of experts, with rows sorted by expert.
 
-    With ``order``, in which pairs of a token and an expert lie, x are the tokens themselves.
+    The rows come in three forms: ``x`` alone; ``x`` with the ``tokens`` and ``index`` from which
+    the loader gathers the same rows; or tokens ``x`` with ``index`` and the ``order`` of their
+    pairs.
     """
 
     @staticmethod
@@ -81,22 +90,31 @@ class _Experts(torch.autograd.Function):
         index: Tensor | None = None,
         order: Tensor | None = None,
     ) -> Tensor:
-        gemm, rows = _interface(), {"cu_seqlens_m": starts}
-        source, keeps = x if tokens is None else tokens, any(ctx.needs_input_grad)
-        of_up = {"activation": "swiglu", "store_preact": keeps, "A_idx": index, **rows}
-        before, hidden = gemm.gemm_gated(source, up.transpose(1, 2), **of_up)
-        ctx.save_for_backward(x, up, down, starts, index, order, before)
-        return gemm.gemm(hidden, down.transpose(1, 2), **rows)
+        """Return the outputs of the rows."""
+        gemm = _interface()
+        preactivation, activation = gemm.gemm_gated(
+            x if tokens is None else tokens,
+            up.transpose(1, 2),
+            activation="swiglu",
+            store_preact=any(ctx.needs_input_grad),
+            A_idx=index,
+            cu_seqlens_m=starts,
+        )
+        ctx.save_for_backward(x, up, down, starts, index, order, preactivation)
+        return gemm.gemm(activation, down.transpose(1, 2), cu_seqlens_m=starts)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, up, down, starts, index, order, before = ctx.saved_tensors
-        gemm, groups, depth = _interface(), {"cu_seqlens_m": starts}, {"cu_seqlens_k": starts}
-        d_before, again = gemm.gemm_dgated(dy, down, before, activation="swiglu", **groups)
-        dx = gemm.gemm(d_before, up, **groups)
-        d_down = gemm.gemm(dy.T, again, **depth)
+        """Return the gradients of ``x`` and of both weights."""
+        x, up, down, starts, index, order, preactivation = ctx.saved_tensors
+        gemm = _interface()
+        grad_preactivation, activation = gemm.gemm_dgated(
+            dy, down, preactivation, activation="swiglu", cu_seqlens_m=starts
+        )
+        dx = gemm.gemm(grad_preactivation, up, cu_seqlens_m=starts)
+        d_down = gemm.gemm(dy.T, activation, cu_seqlens_k=starts)
         rows = x if order is None else x.index_select(0, index)
-        d_up = gemm.gemm(d_before.T, rows, **depth)
+        d_up = gemm.gemm(grad_preactivation.T, rows, cu_seqlens_k=starts)
         if order is not None:
             dx = torch.empty_like(dx).index_copy(0, order, dx).view(len(x), -1, dx.shape[1]).sum(1)
         return dx, d_up, d_down, None, None, None, None
@@ -104,26 +122,33 @@ class _Experts(torch.autograd.Function):
 
 @dataclasses.dataclass
 class _Step(Step):
-    """Rows of gate and value alternate in the parameter at ``place``."""
+    """A pass in which rows of gate and value alternate in one parameter.
 
-    place: int = 0
+    Attributes:
+        interleaved: Index of the parameter.
+    """
+
+    interleaved: int = 0
 
     def results(self) -> list[Tensor]:
-        up = 2 + self.place
+        """Return the results with the gradient in this package's order."""
+        up = 2 + self.interleaved
         return [
             torch.cat((t[:, ::2], t[:, 1::2]), 1) if i == up else t
             for i, t in enumerate(super().results())
         ]
 
 
-def _leaves(work: LayerWork, place: int) -> list[nn.Parameter]:
+def _leaves(work: LayerWork, index: int) -> list[nn.Parameter]:
+    """Return the weights of a layer; in the one at ``index`` gate and value alternate."""
     leaves = work.leaves()
-    both = torch.stack(work.weights[place].chunk(2, 1), 2).flatten(1, 2)
-    leaves[place] = nn.Parameter(both, work.backward)
+    interleaved = torch.stack(work.weights[index].chunk(2, 1), 2).flatten(1, 2)
+    leaves[index] = nn.Parameter(interleaved, work.backward)
     return leaves
 
 
-def _alone(work: LayerWork, *gather: Tensor | None) -> Step:
+def _mlp(work: LayerWork, *gather: Tensor | None) -> Step:
+    """Return the pass of an MLP, which may gather rows."""
     leaves, starts = _leaves(work, 0), _starts(work.offs)
 
     def forward(x: Tensor) -> Tensor:
@@ -133,14 +158,15 @@ def _alone(work: LayerWork, *gather: Tensor | None) -> Step:
 
 
 def _mixture(work: MoEWork) -> Step:
+    """Return the pass of a mixture of experts."""
     add = compiled(combine, work.device)
 
     def experts(x: Tensor, p: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        order, offs = by_expert(ids, len(up))
+        order, offs = sort_by_expert(ids, len(up))
         index = (order // work.shape.top_k).int()
         return add(_Experts.apply(x, up, down, _starts(offs), None, index, order), order, p)
 
-    return _Step(**vars(work.plain(experts, _leaves(work, 1))), place=1)
+    return _Step(**vars(work.plain(experts, _leaves(work, 1))), interleaved=1)
 
 
 PEER = Quack

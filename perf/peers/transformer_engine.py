@@ -17,7 +17,8 @@ from .pytorch import grouped_mlp
 
 _PYTORCH = "transformer_engine.pytorch"
 _RECIPES = "transformer_engine.common.recipe"
-#: Recipes by our name: their class, who runs them, and to what rows of a group are padded.
+#: Recipes by the name in records: class, major compute capabilities, and multiple to which the rows
+#: of a group are padded.
 _LAYERS: dict[str, tuple[str | None, tuple[int, ...], int]] = {
     "BF16": (None, (9, 10), 1),
     "FP8 current": ("Float8CurrentScaling", (9, 10), 16),
@@ -28,16 +29,19 @@ _LAYERS: dict[str, tuple[str | None, tuple[int, ...], int]] = {
 
 
 class TransformerEngine(Peer):
-    """Group sizes are known on the host, as its GroupedLinear has them in all recipes."""
+    """TransformerEngine. Its ``GroupedLinear`` gets the group sizes on the host."""
 
     name = "TransformerEngine"
     module = "transformer_engine"
     distribution = "transformer-engine"
     capabilities = (9, 10)
 
-    def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
-        """All rows as one group, since its quantizers of groups are parts of its layers."""
-        if asked.gives_amax:
+    def quantizers(self, data: Input, request: Quantization) -> Iterator[Contender]:
+        """Yield quantizers of all rows as one group.
+
+        Its quantizers of several groups are not public, but inside its layers.
+        """
+        if request.gives_amax:
             return
         major = torch.cuda.get_device_capability()[0]
         for text, (make, capabilities) in _QUANTIZERS.items():
@@ -47,23 +51,26 @@ class TransformerEngine(Peer):
             def prepare(make: Any = make) -> Run:
                 te = importlib.import_module(_PYTORCH)
                 return functools.partial(
-                    make(te, rowwise=False in asked.ways, columnwise=True in asked.ways), data.x
+                    make(te, rowwise=False in request.copies, columnwise=True in request.copies),
+                    data.x,
                 )
 
             yield self.quantizer(
-                *(data, text, prepare),
-                lambda got: relative_error(got.dequantize(dtype=torch.float32), data.x),
-                copies=len(asked.ways),
+                data,
+                text,
+                prepare,
+                lambda result: relative_error(result.dequantize(dtype=torch.float32), data.x),
+                copies=len(request.copies),
                 note="one group",
             )
 
     def layers(self, work: LayerWork) -> Iterator[Contender]:
-        """Padding for whole blocks is part of the layer."""
+        """Yield the layer in its recipes; padding to blocks is part of the layer."""
         major = torch.cuda.get_device_capability()[0]
         for text, (recipe, capabilities, multiple) in _LAYERS.items():
             if major in capabilities:
                 make = functools.partial(_layer, work, recipe, multiple)
-                # Group sizes go through the host, which a capture cannot see change.
+                # Group sizes on the host cannot change in a captured graph.
                 yield work.contender("TransformerEngine", text, make, capturable=False)
 
 
@@ -71,33 +78,36 @@ def _e4m3() -> Any:
     return importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
 
 
-def _fp8(te: Any, **ways: bool) -> Any:
+def _fp8(te: Any, **directions: bool) -> Any:
     return te.Float8CurrentScalingQuantizer(
-        _e4m3(), torch.device("cuda", torch.cuda.current_device()), **ways
+        _e4m3(), torch.device("cuda", torch.cuda.current_device()), **directions
     )
 
 
-#: By our name: what makes them, and who runs them.
+#: Functions that make quantizers, and major compute capabilities, by format.
 _QUANTIZERS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "fp8": (_fp8, (9, 10)),
     "fp8_block": (
-        lambda te, **ways: te.Float8BlockQuantizer(_e4m3(), block_scaling_dim=1, **ways),
+        lambda te, **directions: te.Float8BlockQuantizer(
+            _e4m3(), block_scaling_dim=1, **directions
+        ),
         (9,),
     ),
-    "mxfp8": (lambda te, **ways: te.MXFP8Quantizer(_e4m3(), **ways), (10,)),
-    "nvfp4": (lambda te, **ways: te.NVFP4Quantizer(**ways), (10,)),
+    "mxfp8": (lambda te, **directions: te.MXFP8Quantizer(_e4m3(), **directions), (10,)),
+    "nvfp4": (lambda te, **directions: te.NVFP4Quantizer(**directions), (10,)),
 }
 
 
 def _layer(work: LayerWork, recipe: str | None, multiple: int) -> Step:
+    """Return the pass of a layer in a recipe; None is bf16."""
     te = importlib.import_module(_PYTORCH)
     layers = [_linear(te, weight) for weight in work.weights]
     pad = te.Fp8Padding(work.shape.experts, multiple)
     unpad = te.Fp8Unpadding(work.shape.experts, multiple)
     scope: Any = contextlib.nullcontext
     if recipe is not None:
-        made = getattr(importlib.import_module(_RECIPES), recipe)()
-        scope = functools.partial(te.autocast, enabled=True, recipe=made)
+        chosen = getattr(importlib.import_module(_RECIPES), recipe)()
+        scope = functools.partial(te.autocast, enabled=True, recipe=chosen)
 
     def product(rows: Tensor, layer: Any) -> Tensor:
         padded, sizes = pad(rows, work.sizes) if multiple > 1 else (rows, work.sizes)
@@ -108,11 +118,13 @@ def _layer(work: LayerWork, recipe: str | None, multiple: int) -> Step:
         with scope():
             return grouped_mlp(product, x, layers)
 
-    count = range(work.shape.experts)
-    return work.step(forward, [[getattr(one, f"weight{g}") for g in count] for one in layers])
+    experts = range(work.shape.experts)
+    weights = [[getattr(layer, f"weight{g}") for g in experts] for layer in layers]
+    return work.step(forward, weights)
 
 
 def _linear(te: Any, weight: Tensor) -> Any:
+    """Return a ``GroupedLinear`` with a weight (G, N, K)."""
     experts, out_features, in_features = weight.shape
     options = {"bias": False, "params_dtype": weight.dtype, "device": weight.device}
     layer = te.GroupedLinear(experts, in_features, out_features, **options)

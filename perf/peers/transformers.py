@@ -14,8 +14,9 @@ from .base import Peer
 
 
 class Transformers(Peer):
-    """Its experts as ``grouped_mm``, which weights and adds up as well; router and shared expert
-    are PyTorch's.
+    """transformers: its experts with the implementation ``grouped_mm``.
+
+    They apply the routing weights and sum the results. Router and shared expert are PyTorch's.
     """
 
     name = "transformers"
@@ -23,10 +24,12 @@ class Transformers(Peer):
     kinds = ("gpu", "cpu")
 
     def mixtures(self, work: MoEWork) -> Iterator[Contender]:
+        """Yield the layer in bf16."""
         yield work.contender("transformers", "BF16", lambda: _layer(work), PEER_BOUND)
 
 
 def _layer(work: MoEWork) -> Step:
+    """Return the pass with the experts of Qwen3-MoE, or of gpt-oss if there are biases."""
     is_biased, shape = "bias" in work.options, work.shape
     name, title = ("gpt_oss", "GptOss") if is_biased else ("qwen3_moe", "Qwen3Moe")
     models: Any = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
@@ -43,9 +46,9 @@ def _layer(work: MoEWork) -> Step:
     names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 
     def experts(x: Tensor, p: Tensor, ids: Tensor, *weights: Tensor) -> Tensor:
-        # gpt-oss's are (E, K, N).
-        given = [w.transpose(1, 2) if is_biased and w.dim() == 3 else w for w in weights]
-        tensors = dict(zip(names, given, strict=False))
+        # The weights of gpt-oss are (E, K, N).
+        ordered = [w.transpose(1, 2) if is_biased and w.dim() == 3 else w for w in weights]
+        tensors = dict(zip(names, ordered, strict=False))
         return torch.func.functional_call(module, tensors, (x, ids, p.to(x.dtype)))
 
     return work.plain(experts)

@@ -1,4 +1,4 @@
-"""What GPUs can do, as data: measured on Hopper, published for Blackwell."""
+"""Rates and tiles of GPUs, as data: measured on Hopper, published for Blackwell."""
 
 import math
 from collections.abc import Mapping
@@ -12,27 +12,28 @@ from ..roofs import published
 
 @dataclass(frozen=True)
 class Range:
-    """A rate and between what it lies: one number if it was measured."""
+    """A rate with its lower and upper bound, which are equal if it was measured."""
 
     low: float
     high: float
 
-    def at(self, where: float) -> float:
-        """``low`` at -1, ``high`` at 1, their geometric mean at 0."""
-        return math.sqrt(self.low * self.high) * math.pow(self.high / self.low, where / 2)
+    def interpolate(self, position: float) -> float:
+        """Return ``low`` at -1, ``high`` at 1, and their geometric mean at 0."""
+        return math.sqrt(self.low * self.high) * math.pow(self.high / self.low, position / 2)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How products are cut.
+    """Tiles of grouped products.
 
     Attributes:
-        rows: the least and the most rows of a tile, which is the power of two that holds the
-            mean.
-        step: what the rows of a group's last tile are rounded up to; 0: to the tile's.
-        cols: columns of a tile of one SM.
-        wgrad_rows: rows of one of a gradient of weights.
-        depth: what the rows of a group are rounded up to where they are contracted.
+        rows: Smallest and largest number of rows of a tile. A tile has the power of two that holds
+            the mean rows of the groups.
+        step: Multiple to which the rows of a group's last tile are rounded up; 0 means those of the
+            tile.
+        cols: Columns of a tile of one SM.
+        wgrad_rows: Rows of a tile of a gradient of weights.
+        depth: Multiple to which the rows of a group are rounded up when they are contracted.
     """
 
     rows: tuple[int, int]
@@ -47,13 +48,17 @@ class Gpu:
     """A GPU.
 
     Attributes:
-        name: part of what its driver calls it.
+        name: Part of the name that its driver reports.
+        arch: Architecture of its kernels.
+        sms: Number of SMs.
         clock: GHz under load.
         copy: TB/s of a copy kernel, read and written.
-        dense: sustained TFLOP/s of large dense products, by what is multiplied.
-        peak: the same at the clock of the data sheet.
+        dense: Sustained TFLOP/s of large dense products, by the type of the operands.
+        peak: The same at the clock of the data sheet.
         memory: GB.
-        doubt: median relative error of predictions where they were not measured.
+        tiles: Tiles of its products.
+        source: Source of the rates, for people.
+        doubt: Median relative error of predictions that were not measured.
     """
 
     name: str
@@ -70,14 +75,15 @@ class Gpu:
 
     @property
     def issue(self) -> float:
-        """Thread instructions a second: four warps of 32 an SM and cycle."""
+        """Thread instructions per second: four warps of 32 per SM and cycle."""
         return self.sms * 4 * 32 * self.clock * 1e9
 
-    def multiplied(self, fmt: Format | None) -> tuple[str, bool]:
-        """What tensor cores multiply of operands in a format, and whether they decode to that.
+    def mma_operand(self, fmt: Format | None) -> tuple[str, bool]:
+        """Return the type that tensor cores multiply, and if operands are decoded to it.
 
-        Those of sm_90a know FP8 but no block scales. Blocks of 128 are added in registers; what is
-        finer is decoded to a type that holds the product of code and scale.
+        The tensor cores of sm_90a multiply FP8 without block scales. Sums of blocks of 128 are
+        scaled in registers. Operands with finer blocks are decoded to a type that holds the product
+        of code and scale.
         """
         if fmt is None:
             return "bfloat16", False
@@ -90,7 +96,7 @@ class Gpu:
 
 
 def _peak(name: str) -> dict[str, float]:
-    """TFLOP/s of a data sheet."""
+    """Return the TFLOP/s of a data sheet by type."""
     sheet = published(name)
     return {kind: rate for kind, rate in sheet.items() if kind != "copy"} | {
         "float16": sheet["bfloat16"]
@@ -99,7 +105,11 @@ def _peak(name: str) -> dict[str, float]:
 
 #: An H100 has the SMs, clocks and power limit of an H200, and less bandwidth.
 _H200 = Gpu(
-    *("H200", "sm_90a", 132, 1.7, Range(4.25, 4.25)),
+    name="H200",
+    arch="sm_90a",
+    sms=132,
+    clock=1.7,
+    copy=Range(4.25, 4.25),
     dense={
         "bfloat16": Range(682.0, 682.0),
         "float16": Range(688.0, 688.0),
@@ -111,14 +121,22 @@ _H200 = Gpu(
     source="measured on an H200 at 700 W, sustained",
 )
 _H100 = replace(
-    _H200, name="H100", copy=Range(2.99, 2.99), memory=80.0, source="an H200's; measured copy"
+    _H200,
+    name="H100",
+    copy=Range(2.99, 2.99),
+    memory=80.0,
+    source="rates of an H200, measured copy",
 )
-# Quantizers of others reach 6.4 to 7.2 TB/s of 8 (TransformerEngine #2412 on a B300, FlashInfer
-# #2838). Dense products: NVFP4 5239 (cuBLAS) to 5702 (DeepGEMM #348), FP8 2330 at 4096^3 (helion
-# #2756) to the 3500 that torchao takes as achievable, bf16 1360 (vLLM #20646) to 1540
-# (ThunderKittens). Half of the published times of others' kernels are within ``doubt``.
+# Quantizers of other libraries reach 6.4 to 7.2 of 8 TB/s (TransformerEngine #2412 on a B300,
+# FlashInfer #2838). Dense products: NVFP4 5239 (cuBLAS) to 5702 (DeepGEMM #348), FP8 2330 at 4096^3
+# (helion #2756) to the 3500 that torchao takes as achievable, bf16 1360 (vLLM #20646) to 1540
+# (ThunderKittens). Half of the published times of other libraries' kernels are within ``doubt``.
 _B200 = Gpu(
-    *("B200", "sm_100a", 148, 1.85, Range(6.4, 7.2)),
+    name="B200",
+    arch="sm_100a",
+    sms=148,
+    clock=1.85,
+    copy=Range(6.4, 7.2),
     dense={
         "bfloat16": Range(1360.0, 1540.0),
         "fp8": Range(2330.0, 3500.0),
@@ -130,17 +148,17 @@ _B200 = Gpu(
     source="published rates, counts of the emulator",
     doubt=0.2,
 )
-#: By name.
+#: GPUs by name.
 GPUS = {gpu.name: gpu for gpu in (_H200, _H100, _B200)}
 
 
 def gpu_of(name: str) -> Gpu:
-    """A GPU by its name, or by what its driver calls it.
+    """Return a GPU by its name, or by the name that its driver reports.
 
     Raises:
-        ValueError: it is not one of ``GPUS``.
+        ValueError: It is not one of ``GPUS``.
     """
-    found = next((gpu for key, gpu in GPUS.items() if key in name.upper()), None)
-    if found is None:
+    gpu = next((gpu for key, gpu in GPUS.items() if key in name.upper()), None)
+    if gpu is None:
         raise ValueError(f"gpu must be one of {', '.join(GPUS)}, got {name!r}")
-    return found
+    return gpu

@@ -1,12 +1,14 @@
-"""Times of kernels: a few coefficients, fitted to records.
+"""Times of kernels, by a few coefficients that are fitted to records.
 
-  time = launches * launch + (memory^q + core^q)^(1/q)
-  core = multiply * products + decode * instructions + fill * waves
+::
 
-``memory`` is what the bytes take at the rate of a copy, ``products`` what the operations take at
-that of a large dense product, ``instructions`` at the rate of issue, each times a coefficient; q
-says how well they overlap (1: not at all). So a coefficient is near 1, whatever the GPU. Each has
-a value that is assumed, from which records pull it away: one that no record knows keeps it.
+    time = launches * launch + ((memory * bytes)^q + core^q)^(1/q)
+    core = multiply * products + decode * instructions + fill * waves
+
+The times ``bytes``, ``products`` and ``instructions`` are at the rate of a copy, of a large dense
+product and of instruction issue. So most coefficients are near 1 on every GPU. The exponent q says
+how well memory and core overlap (1: not at all). Every coefficient has an assumed value, from which
+records pull it away. Without a record it keeps that value.
 """
 
 import dataclasses
@@ -20,24 +22,25 @@ from torch import Tensor
 from .gpus import Gpu
 from .work import Kernel
 
-#: What is assumed, by the beginning of a coefficient's name, the longest first. ``launch`` and
-#: ``fill`` are microseconds, ``decode`` instructions an element, ``overlap`` is q - 1.
+#: Assumed values, by the longest beginning of a coefficient's name. ``launch`` and ``fill`` are
+#: microseconds, ``decode`` is instructions per element, ``overlap`` is q - 1.
 _ASSUMED = {
     "memory": 1.05,
     "memory elementwise": 1.2,
     "multiply": 1.05,
-    "multiply fp8, fp8": 1.18,  # Of torch's products, with scales of rows.
-    "multiply fp8, fp8_block": 1.09,  # Of DeepGEMM's.
+    "multiply fp8, fp8": 1.18,  # torch's products with one scale per row
+    "multiply fp8, fp8_block": 1.09,  # DeepGEMM's products
     "decode": 2.5,
-    "instruction": 0.7,  # An instruction of PTX; most hide behind memory.
+    "instruction": 0.7,  # a PTX instruction; most hide behind memory
     "fill": 1.5,
     "launch": 2.0,
     "launch quantize": 6.0,
     "overlap": 2.0,
 }
-#: Standard deviation of the logarithm of a coefficient around that, and its weight beside a record.
+#: Standard deviation of the logarithm of a coefficient around the assumed one, and the weight of
+#: that assumption relative to a record.
 _DOUBT, _PRIOR = 0.25, 0.5
-#: Beyond this a relative error counts linearly: some records are of kernels that have gone.
+#: A relative error beyond this counts linearly: some records are of kernels that no longer exist.
 _OUTLIER = 0.05
 _STEPS = 200
 _TINY = 1e-6
@@ -45,7 +48,7 @@ _TINY = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """A time, and the kernels that took it one after the other."""
+    """A measured time, and the kernels that ran one after the other in it."""
 
     kernels: Sequence[Kernel]
     microseconds: float
@@ -58,52 +61,77 @@ def _assumed(name: str) -> float:
 
 
 def _names(kernel: Kernel) -> tuple[str, ...]:
-    """Coefficients of a kernel, in the order of ``_times``; empty where it needs none."""
-    kind, fill = kernel.kind, f"fill {kernel.kind}" * (kernel.waves > 0)
-    named = (f"launch {kind}", f"memory {kind}", f"overlap {kind}")
-    return (*named, kernel.multiply, kernel.decode, fill)
+    """Return the coefficients of a kernel in the order of ``_times``; ``""`` for an unused one."""
+    kind = kernel.kind
+    return (
+        f"launch {kind}",
+        f"memory {kind}",
+        f"overlap {kind}",
+        kernel.multiply,
+        kernel.decode,
+        f"fill {kind}" if kernel.waves > 0 else "",
+    )
 
 
-def _units(kernel: Kernel, gpu: Gpu, where: float = 0.0) -> tuple[float, ...]:
-    """Launches; microseconds of memory, products and instructions at the GPU's rates; waves."""
-    dense = gpu.dense[kernel.multiplied].at(where) * 1e6 if kernel.multiplied else 1.0
-    rest = (kernel.flops / dense, kernel.instructions / gpu.issue * 1e6, kernel.waves)
-    return (kernel.launches, kernel.bytes / gpu.copy.at(where) * 1e-6, *rest)
+def _units(kernel: Kernel, gpu: Gpu, position: float = 0.0) -> tuple[float, ...]:
+    """Return launches; microseconds of memory, products and instructions at full rate; waves."""
+    dense = gpu.dense[kernel.mma_type].interpolate(position) * 1e6 if kernel.mma_type else 1.0
+    return (
+        kernel.launches,
+        kernel.bytes / gpu.copy.interpolate(position) * 1e-6,
+        kernel.flops / dense,
+        kernel.instructions / gpu.issue * 1e6,
+        kernel.waves,
+    )
 
 
 def _times(units: Tensor, values: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Microseconds of kernels, and their parts, of (5, kernels) units and (6, kernels) values."""
-    launch, memory, overlap, *core = values
-    parts = [u * c for u, c in zip(units, (launch, memory, *core), strict=True)]
+    """Return the microseconds of kernels, and their terms.
+
+    Args:
+        units: (5, kernels), see ``_units``.
+        values: (6, kernels) coefficients, in the order of ``_names``.
+    """
+    launch, memory, overlap, multiply, decode, fill = values
+    coefficients = (launch, memory, multiply, decode, fill)
+    terms = [unit * value for unit, value in zip(units, coefficients, strict=True)]
     q = 1 + overlap
-    core = parts[2] + parts[3] + parts[4]
-    slower: Tensor = parts[1].clamp_min(_TINY) ** q + core.clamp_min(_TINY) ** q
-    return parts[0] + slower ** (1 / q), parts
+    core = terms[2] + terms[3] + terms[4]
+    power_sum: Tensor = terms[1].clamp_min(_TINY) ** q + core.clamp_min(_TINY) ** q
+    return terms[0] + power_sum ** (1 / q), terms
 
 
 class _Problem:
+    """Errors of observations as a function of the logarithms of the coefficients ``names``."""
+
     def __init__(self, observed: Sequence[Observation]) -> None:
         kernels = [(kernel, o.gpu) for o in observed for kernel in o.kernels]
         names = [_names(kernel) for kernel, _ in kernels]
-        self.names = sorted({name for each in names for name in each if name})
+        self.names = sorted({name for row in names for name in row if name})
         index = {name: i for i, name in enumerate([*self.names, ""])}
-        self._of = torch.tensor([[index[name] for name in each] for each in names]).T
-        self._units = torch.tensor([_units(*each) for each in kernels], dtype=torch.float64).T
+        self._coefficients = torch.tensor([[index[name] for name in row] for row in names]).T
+        self._units = torch.tensor([_units(*pair) for pair in kernels], dtype=torch.float64).T
         owner = [i for i, o in enumerate(observed) for _ in o.kernels]
         self._owner = torch.tensor(owner)
-        self._wanted = torch.tensor([o.microseconds for o in observed], dtype=torch.float64)
+        self._measured = torch.tensor([o.microseconds for o in observed], dtype=torch.float64)
 
     def errors(self, logs: Tensor) -> Tensor:
-        times, _ = _times(self._units, torch.cat([logs.exp(), logs.new_zeros(1)])[self._of])
-        sums = torch.zeros_like(self._wanted).index_add(0, self._owner, times)
-        return (sums / self._wanted).log()
+        """Return the logarithms of predicted over measured times."""
+        values = torch.cat([logs.exp(), logs.new_zeros(1)])
+        times, _ = _times(self._units, values[self._coefficients])
+        sums = torch.zeros_like(self._measured).index_add(0, self._owner, times)
+        return (sums / self._measured).log()
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Coefficients that our kernels were seen with, of ``count`` observations.
+    """Fitted coefficients of the kernels of this package.
 
-    ``error`` is the median relative error of what was held out, ``spread`` what 9 in 10 are below.
+    Attributes:
+        values: Coefficients by name.
+        count: Number of observations.
+        error: Median relative error of held-out observations.
+        spread: Relative error that nine in ten of the held-out observations stay below.
     """
 
     values: Mapping[str, float]
@@ -112,74 +140,90 @@ class Model:
     spread: float
 
     def is_known(self, kernel: Kernel) -> bool:
+        """Return True if all coefficients of a kernel are fitted."""
         return all(name in self.values for name in _names(kernel) if name)
 
-    def _value(self, name: str, where: float) -> float:
+    def _value(self, name: str, position: float) -> float:
+        """Return a coefficient; an assumed one is shifted by its doubt towards ``position``."""
         if not name:
             return 0.0
         value = self.values.get(name) or _assumed(name)
         is_sure = name in self.values or name.startswith("overlap")
-        return value if is_sure else value * math.exp(-where * _DOUBT)
+        return value if is_sure else value * math.exp(-position * _DOUBT)
 
-    def time(self, kernel: Kernel, gpu: Gpu, where: float = 0.0) -> tuple[float, dict[str, float]]:
-        """Microseconds of a kernel, and by what they are bounded: the largest of the second.
+    def time(
+        self, kernel: Kernel, gpu: Gpu, position: float = 0.0
+    ) -> tuple[float, dict[str, float]]:
+        """Return the microseconds of a kernel, and the terms that may bound it.
 
-        ``where`` is -1 for the slow end of what is not known, 1 for the fast one.
+        Args:
+            kernel: The kernel.
+            gpu: The GPU.
+            position: -1 for the slow end of the unknown rates and coefficients, 1 for the fast end.
+
+        Returns:
+            The time, and its terms by name. The largest term is the bound.
         """
-        units = torch.tensor([_units(kernel, gpu, where)], dtype=torch.float64).T
-        values = [[self._value(name, where)] for name in _names(kernel)]
-        total, found = _times(units, torch.tensor(values, dtype=torch.float64))
-        launch, memory, multiply, decode, fill = (float(part) for part in found)
-        by = {"launch": launch, "memory": memory, "issue rate": decode}
-        # Where tiles are full, at the clock of the data sheet they would take less.
+        units = torch.tensor([_units(kernel, gpu, position)], dtype=torch.float64).T
+        values = [[self._value(name, position)] for name in _names(kernel)]
+        total, terms = _times(units, torch.tensor(values, dtype=torch.float64))
+        launch, memory, multiply, decode, fill = (float(term) for term in terms)
+        bounds = {"launch": launch, "memory": memory, "issue rate": decode}
+        # Full tiles would take less time at the clock of the data sheet: power is the bound.
         is_full = kernel.useful > kernel.flops / 2
-        if is_full and kernel.flops / gpu.peak[kernel.multiplied] * 1e-6 < multiply:
-            return float(total), by | {"power": multiply, "tensor core": fill}
-        return float(total), by | {"tensor core": multiply + fill}
+        if is_full and kernel.flops / gpu.peak[kernel.mma_type] * 1e-6 < multiply:
+            return float(total), bounds | {"power": multiply, "tensor core": fill}
+        return float(total), bounds | {"tensor core": multiply + fill}
 
     def range(self, kernel: Kernel, gpu: Gpu) -> tuple[float, float]:
-        """Between what its time is expected: by what is not known, and by the model's error."""
+        """Return the bounds of a kernel's time, from unknown rates and the error of the model."""
         middle, _ = self.time(kernel, gpu)
         doubts = math.log1p(self.spread), math.log1p(gpu.doubt)
         low, high = (
-            math.hypot(math.log(self.time(kernel, gpu, where)[0] / middle), *doubts)
-            for where in (1.0, -1.0)
+            math.hypot(math.log(self.time(kernel, gpu, position)[0] / middle), *doubts)
+            for position in (1.0, -1.0)
         )
         return middle * math.exp(-low), middle * math.exp(high)
 
 
 def _solve(observed: Sequence[Observation]) -> dict[str, float]:
+    """Return the coefficients that fit observations best, pulled towards the assumed ones."""
     problem = _Problem(observed)
     start = torch.tensor([_assumed(name) for name in problem.names]).double().log()
-    moved = torch.zeros_like(start, requires_grad=True)
-    solver = torch.optim.LBFGS([moved], max_iter=_STEPS, line_search_fn="strong_wolfe")
+    shift = torch.zeros_like(start, requires_grad=True)
+    solver = torch.optim.LBFGS([shift], max_iter=_STEPS, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
+        """Return the Huber loss of the errors plus the penalty of shifts."""
         solver.zero_grad()
-        found = problem.errors(start + moved) / _OUTLIER
-        total = torch.nn.functional.huber_loss(found, torch.zeros_like(found), reduction="sum")
-        value: Tensor = total + _PRIOR * (moved / _DOUBT).square().sum()
+        scaled = problem.errors(start + shift) / _OUTLIER
+        total = torch.nn.functional.huber_loss(scaled, torch.zeros_like(scaled), reduction="sum")
+        value: Tensor = total + _PRIOR * (shift / _DOUBT).square().sum()
         value.backward()
         return value
 
     solver.step(loss)
-    return dict(zip(problem.names, (start + moved.detach()).exp().tolist(), strict=True))
+    return dict(zip(problem.names, (start + shift.detach()).exp().tolist(), strict=True))
 
 
 def errors(values: Mapping[str, float], observed: Sequence[Observation]) -> list[float]:
+    """Return the logarithms of predicted over measured times of observations."""
     problem = _Problem(observed)
-    known = [values.get(name) or _assumed(name) for name in problem.names]
-    return problem.errors(torch.tensor(known).double().log()).tolist()
+    coefficients = [values.get(name) or _assumed(name) for name in problem.names]
+    return problem.errors(torch.tensor(coefficients).double().log()).tolist()
 
 
 def fit(ours: Sequence[Observation]) -> Model:
-    """The model of records, and its error where it has not seen them.
+    """Return the model of observations, and its error on held-out ones.
 
-    The error is that of each half of ``ours``, every other one, by the coefficients of the other.
+    For the error, each half (every other observation) is predicted by the coefficients of the
+    other.
     """
-    halves = ours[::2], ours[1::2]
-    found = [*errors(_solve(halves[0]), halves[1]), *errors(_solve(halves[1]), halves[0])]
-    unseen = [abs(error) for error in found]
+    even, odd = ours[::2], ours[1::2]
+    unseen = [abs(e) for e in (*errors(_solve(even), odd), *errors(_solve(odd), even))]
     return Model(
-        _solve(ours), len(ours), statistics.median(unseen), statistics.quantiles(unseen, n=10)[-1]
+        values=_solve(ours),
+        count=len(ours),
+        error=statistics.median(unseen),
+        spread=statistics.quantiles(unseen, n=10)[-1],
     )

@@ -1,4 +1,4 @@
-"""What a suite is, and what is asked of it."""
+"""Suites and their options."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of a run: options of ``perf run``, the peers beside this package, and the
-    emulator's options.
+    """Options of a run. The fields ``backend`` to ``seed`` are options of ``perf run``.
+
+    Attributes:
+        peers: Libraries to measure next to this package.
+        paths: Folders of peers that run from sources, by the name of the peer.
+        emulation: Options of the emulator.
     """
 
     backend: str = ""
@@ -31,19 +35,31 @@ class Options:
     paths: Mapping[str, Path] = field(default_factory=dict)
     emulation: Mapping[str, Any] = field(default_factory=dict)
 
-    def competing(self, meter: Meter, what: str, *work: Any) -> Iterator[Contender]:
-        """What the method ``what`` of each peer that has one offers."""
+    def competing(self, meter: Meter, method: str, *work: Any) -> Iterator[Contender]:
+        """Yield the contenders of peers that have a method, such as ``"products"``.
+
+        Args:
+            meter: Measures the contenders.
+            method: Name of the method.
+            *work: Arguments of the method.
+        """
         for peer in self.peers:
-            if hasattr(peer, what) and meter.kind in peer.kinds and not peer.missing(meter):
+            if hasattr(peer, method) and meter.kind in peer.kinds and not peer.missing(meter):
                 peer.meter = meter
-                for contender in getattr(peer, what)(*work):
+                for contender in getattr(peer, method)(*work):
                     contender.versions = peer.versions
                     yield contender
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A set of tasks, and the meters that measure them, one after the other."""
+    """A set of tasks.
+
+    Attributes:
+        tasks: Yields the tasks that a meter measures.
+        meters: Returns the meters, which measure one after the other.
+        has_peers: True if peers compete in the suite.
+    """
 
     tasks: Callable[[Meter, Options], Iterator[Task]]
     meters: Callable[[Options], list[Meter]]
@@ -51,19 +67,24 @@ class Suite:
 
 
 def default_meters(options: Options) -> list[Meter]:
+    """Return the meter of the chosen backend."""
     return [meter_of(options.backend, options.protocol, options.quick, options.emulation)]
 
 
 def element_bytes(fmt: Format | None, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Bytes of an element of one copy of a tensor, its block scales included.
+    """Return the bytes per element of one copy of a tensor, block scales included.
 
-    The second level is not: it is a number a row, or a group.
+    Global scales are left out: there is one per row or group.
+
+    Args:
+        fmt: Format of the tensor; None for a plain one.
+        dtype: Data type of a plain tensor.
     """
     if fmt is None:
         return dtype.itemsize
     block = getattr(fmt, "block", (1, 1))
     scale = fmt.scale
-    # A square block's scale is kept once for each of its rows, where the layout asks for that.
+    # The MN-major layout stores the scale of a square block once per row.
     rows = block[0] if scale is not None and scale.layout == "mn_major" else 1
     scales = scale.element.bits / 8 / scale.vec_size / rows if scale is not None else 0.0
     return fmt.element.bits / 8 + scales

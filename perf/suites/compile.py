@@ -1,4 +1,4 @@
-"""What compiling a kernel costs, and what it takes of an SM."""
+"""Time to compile and to load a kernel, and its registers and stack."""
 
 import dataclasses
 import functools
@@ -17,16 +17,17 @@ from cute_kernels.runtime.emulated import EmulatedKernel
 from cute_kernels.runtime.spec import KernelSpec, canonical_text, short_name
 from cute_kernels.testing.cubin import read_resources
 
-from ..contender import Contender, Run, Task, always, unchecked
-from ..measure.base import Measurement, Meter, of_times
+from ..contender import Contender, Run, Task, same_for_all_copies, unchecked
+from ..measure.base import Measurement, Meter, time_measurement
 from .base import Options, Suite
 
 _REPEATS = 3
 
 
 class _CompileMeter(Meter):
-    """Compiles into a cache folder of its own, then loads from it; the emulator's machine code can
-    be read.
+    """Compiles into a temporary cache folder, then loads from it.
+
+    The machine code of emulated kernels also gives registers and stack.
     """
 
     kind = "cpu"
@@ -39,6 +40,7 @@ class _CompileMeter(Meter):
         self.quick = quick
 
     def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
+        """Measure the times to compile and to load, and read the resources."""
         cold, warm = [], []
         for _ in range(1 if self.quick else _REPEATS):
             with (
@@ -48,9 +50,9 @@ class _CompileMeter(Meter):
                 cold.append(_microseconds(run))
                 warm.append(_microseconds(run))
         kernel = run()
-        found = [
-            of_times(cold, "compile time", "empty cache"),
-            of_times(warm, "load time", "from the disk cache"),
+        measurements = [
+            time_measurement(cold, "compile time", "empty cache"),
+            time_measurement(warm, "load time", "from the disk cache"),
         ]
         if isinstance(kernel, EmulatedKernel):
             resources = read_resources(kernel.cubin).values()
@@ -59,8 +61,10 @@ class _CompileMeter(Meter):
                 "stack bytes": max(r.stack_bytes for r in resources),
                 "cubin bytes": len(kernel.cubin),
             }
-            found += [Measurement(name, n, "1", "counted", 0.0, 1) for name, n in counts.items()]
-        return found
+            measurements += [
+                Measurement(name, n, "1", "counted", 0.0, 1) for name, n in counts.items()
+            ]
+        return measurements
 
 
 def _microseconds(run: Run) -> float:
@@ -69,30 +73,30 @@ def _microseconds(run: Run) -> float:
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
+    """Yield a task per kernel that ``precompile`` declares; without ``--full`` one per kind."""
     assert isinstance(meter, _CompileMeter)
     require_dsl()
     specs: dict[object, KernelSpec] = {}
     for spec in declared_specs(meter.target):
-        # One of each class and kind of operand, unless all are asked for.
         kind = (type(spec).__name__, getattr(spec, "operand", ""), getattr(spec, "format", ""))
         specs.setdefault(canonical_text(spec) if options.full else kind, spec)
     for spec in list(specs.values())[: 2 if options.quick else None]:
-        found = [unchecked("ours", "", functools.partial(compile_kernel, spec, meter.target))]
+        contenders = [unchecked("ours", "", functools.partial(compile_kernel, spec, meter.target))]
         yield Task(
             "compile",
             {"arch": meter.arch, "kernel": short_name(spec), "spec": _brief(spec)},
-            always(found),
+            same_for_all_copies(contenders),
         )
 
 
 def _brief(spec: KernelSpec) -> str:
+    """Return the class of a spec and its fields that differ from their defaults."""
     changed = []
     for field in dataclasses.fields(spec):  # type: ignore[arg-type]
         value = getattr(spec, field.name)
         if value != field.default:
-            changed.append(
-                f"{field.name}={value if isinstance(value, (str, bool, int)) else canonical_text(value)}"
-            )
+            text = value if isinstance(value, (str, bool, int)) else canonical_text(value)
+            changed.append(f"{field.name}={text}")
     return f"{type(spec).__name__}({', '.join(changed)})"
 
 

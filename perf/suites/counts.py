@@ -1,6 +1,7 @@
-"""Counts on the emulator: of both architectures for CI, with ``--full`` of Blackwell for tables.
+"""Counts on the emulator: both architectures for CI, with ``--full`` Blackwell for the tables.
 
-They do not vary between runs, so any difference is a change of a kernel or of what an op launches.
+Counts do not vary between runs. Any difference is a change of a kernel, or of the launches of an
+op.
 """
 
 import dataclasses
@@ -26,17 +27,17 @@ from .quantize import Quantization, Tasks
 NUM_SMS = 8
 _ARCHES = ("sm_90a", "sm_100a")
 
-#: Rows, columns and groups of what is quantized, in CI and for the README.
+#: Rows, columns and groups of quantizers, in CI and for the README.
 _INPUT, _FULL_INPUT = (256, 4096, 2), (2048, 4096, 4)
 _NVFP4, _ROW_SCALED = "nvfp4", "nvfp4:row_scaled"
-#: What is quantized, and to which formats.
+#: Formats by quantization.
 _QUANTIZERS = {
     Quantization("row", True): (_NVFP4, "fp8"),
     Quantization("row", False): (_ROW_SCALED, "fp8_block", "mxfp8"),
     Quantization("column", True): (_NVFP4,),
     Quantization("row+column", True): (
         _NVFP4,
-        *(f"nvfp4:{how}" for how in ("block=16x16", "stochastic_rounding", "hadamard")),
+        *(f"nvfp4:{option}" for option in ("block=16x16", "stochastic_rounding", "hadamard")),
     ),
     Quantization("row+column", False): (
         _ROW_SCALED,
@@ -48,7 +49,7 @@ _QUANTIZERS = {
     Quantization("row+column", False, True): ("mxfp8",),
     Quantization("row", False, True): (_ROW_SCALED,),
 }
-#: Rows of each group, by what a routing gives. The last two NVIDIA's example drew.
+#: Rows of each group, by the name of the routing. NVIDIA's example drew the last two.
 ROUTINGS = {
     "balanced": "256 256 256 256 256 256 256 256",
     "ragged": "37 150 299 1 80 212 5 266",
@@ -67,25 +68,25 @@ _PAIRS = (
     Pair("mxfp8", "mxfp8"),
     Pair(None, None),
 )
-#: Those that NVIDIA's example has, too.
+#: Pairs that NVIDIA's example has, too.
 _FULL_PAIRS = (_PAIRS[0], Pair("mxfp8", "mxfp8"))
-#: Tiles that are compared with those of NVIDIA's example; the ops choose 256x256.
+#: Tiles that are compared with NVIDIA's example; the ops choose 256x256.
 _TILES = {"256x128": Sm100Tile(256, 128, 2), "128x128": Sm100Tile(128, 128, swap_partial=True)}
 
 
 def _quantizers(meter: Meter, options: Options) -> Iterator[Task]:
-    every = Tasks(meter, options, _FULL_INPUT if options.full else _INPUT, "counts")
-    for asked, texts in _QUANTIZERS.items():
-        yield _only(texts, every.quantize(asked))
-    for made in every:
-        if made.case["op"] == "dequantize":
-            yield _only((_NVFP4, _ROW_SCALED, "fp8"), made)
-        elif not made.case["op"].endswith("quantize"):
-            yield made
+    tasks = Tasks(meter, options, _FULL_INPUT if options.full else _INPUT, "counts")
+    for request, texts in _QUANTIZERS.items():
+        yield _restrict(texts, tasks.quantize(request))
+    for task in tasks:
+        if task.case["op"] == "dequantize":
+            yield _restrict((_NVFP4, _ROW_SCALED, "fp8"), task)
+        elif not task.case["op"].endswith("quantize"):
+            yield task
 
 
-def _only(texts: Sequence[str], task: Task) -> Task:
-    """The task in these formats of ours, and with all peers."""
+def _restrict(texts: Sequence[str], task: Task) -> Task:
+    """Return a task with some formats of this package and all peers."""
 
     def contenders(copy: int) -> list[Contender]:
         return [c for c in task.contenders(copy) if c.name != "ours" or c.format in texts]
@@ -93,32 +94,38 @@ def _only(texts: Sequence[str], task: Task) -> Task:
     return dataclasses.replace(task, contenders=contenders)
 
 
-def _forced(contender: Contender, name: str, tile: TileShape) -> Contender:
-    named = f"{contender.name}, tile {name}"
+def _with_tile(contender: Contender, name: str, tile: TileShape) -> Contender:
+    """Return a product in another tile than the op chooses."""
+    full_name = f"{contender.name}, tile {name}"
     return dataclasses.replace(
-        contender, name=named, prepare=lambda: force_tile(tile)(contender.prepare())
+        contender, name=full_name, prepare=lambda: force_tile(tile)(contender.prepare())
     )
 
 
 def _product(meter: Meter, options: Options, shape: GroupedShape, product: str, sizes: str) -> Task:
+    """Return the task of a product, with ``--full`` also in other tiles."""
     rows, pairs = sum(map(int, sizes.split())), _FULL_PAIRS if options.full else _PAIRS
-    made = gemm.task(meter, options, shape, rows, product, sizes, "counts", pairs)
+    task = gemm.task(meter, options, shape, rows, product, sizes, "counts", pairs)
     if not options.full:
-        return made
+        return task
 
     def contenders(copy: int) -> list[Contender]:
-        found = made.contenders(copy)
-        tiles = itertools.product([c for c in found if c.is_ours], _TILES.items())
-        return [*found, *(_forced(c, name, tile) for c, (name, tile) in tiles)]
+        chosen = task.contenders(copy)
+        tiles = itertools.product([c for c in chosen if c.is_ours], _TILES.items())
+        return [*chosen, *(_with_tile(c, name, tile) for c, (name, tile) in tiles)]
 
-    return dataclasses.replace(made, contenders=contenders)
+    return dataclasses.replace(task, contenders=contenders)
 
 
 def _step(meter: Meter, options: Options) -> Task:
-    """A whole mixture: what is fused, and what is between products."""
-    which = ("moe", _MIXTURE, _INPUT[0], "random", PASSES[1], meter.device, options.seed)
+    """Return the task of a training step of a mixture of experts."""
     case = {"layer": "moe", **dataclasses.asdict(_MIXTURE), "tokens": _INPUT[0], "pass": PASSES[1]}
-    return Task("counts", case, lambda copy: list(MoEWork(*which).contenders(meter, options)))
+
+    def contenders(copy: int) -> list[Contender]:
+        work = MoEWork("moe", _MIXTURE, _INPUT[0], "random", PASSES[1], meter.device, options.seed)
+        return list(work.contenders(meter, options))
+
+    return Task("counts", case, contenders)
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
@@ -127,7 +134,7 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
         for product in ("fprop", "dgrad", "wgrad"):
             yield _product(meter, options, _SHAPE, product, _RAGGED)
         yield _step(meter, options)
-        if meter.arch != _ARCHES[0]:  # On Hopper they are timed.
+        if meter.arch != _ARCHES[0]:  # on Hopper fused ops are timed instead
             yield from fused.tasks(meter, options)
     else:
         for sizes in ROUTINGS.values():
@@ -135,10 +142,11 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 
 
 def _meters(options: Options) -> list[Meter]:
+    """Return a meter per architecture, or the one of ``--backend``."""
     emulation = {"num_sms": NUM_SMS, **options.emulation}
-    wanted = options.backend.removeprefix("emulated:")
+    chosen = options.backend.removeprefix("emulated:")
     arches = _ARCHES[1:] if options.full else _ARCHES
-    return [EmulatorMeter(f"emulated:{a}", **emulation) for a in arches if wanted in ("", a)]
+    return [EmulatorMeter(f"emulated:{a}", **emulation) for a in arches if chosen in ("", a)]
 
 
-SUITE = Suite(_tasks, _meters, True)
+SUITE = Suite(_tasks, _meters, has_peers=True)

@@ -1,4 +1,4 @@
-"""Grouped products of one layer's shapes: each format of ours, and peers."""
+"""Grouped products of a layer's shapes, in each format of this package, and of peers."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from ..measure import Meter
 from ..operands import Operands
 from .base import Options, Suite, default_meters, element_bytes
 
-#: Rounding to bf16 is 1.7e-3; the sums are of exact products in fp32.
+#: Relative error of a correct result: rounding to bf16 gives 1.7e-3, sums in fp32 are exact enough.
 _BOUND = 4e-3
 
 
@@ -28,10 +28,10 @@ class Pair:
     """Formats of the two operands of a product.
 
     Attributes:
-        a, b: texts of the formats, None for bf16.
-        prepacked: B has the order of bits of ``prepack``.
-        quantizes: A is quantized by the same call.
-        accumulates: the product is added to fp32, as gradients of weights are.
+        a: Text of the format of A, None for bf16. ``b`` is that of B.
+        prepacked: True if B is prepacked.
+        quantizes: True if the call also quantizes A.
+        accumulates: True if the product is added to fp32, as gradients of weights are.
     """
 
     a: str | None
@@ -41,35 +41,42 @@ class Pair:
     accumulates: bool = False
 
     def text(self, product: str) -> str:
-        """As ``Record.format``, in one of ``cases.PRODUCTS``."""
+        """Return ``Record.format`` for one of ``cases.PRODUCTS``."""
         if self.a == self.b is None:
             return "bfloat16"
         return f"{self.a or 'bfloat16'} x {self.a if product == 'wgrad' else self.b}"
 
     @property
     def variant(self) -> str:
-        said = {"prepacked": self.prepacked, "tokens quantized too": self.quantizes}
-        said["accumulating"] = self.accumulates
-        return "".join(f", {text}" for text, is_so in said.items() if is_so)
+        """Suffix of the contender's name."""
+        options = {
+            "prepacked": self.prepacked,
+            "tokens quantized too": self.quantizes,
+            "accumulating": self.accumulates,
+        }
+        return "".join(f", {text}" for text, is_set in options.items() if is_set)
 
-    def fits(self, product: str) -> bool:
-        """Whether it makes sense for one of ``cases.PRODUCTS``.
+    def is_valid_for(self, product: str) -> bool:
+        """Return True if the pair is possible for one of ``cases.PRODUCTS``.
 
-        A wgrad has no weights, and no operand with a level of each row.
+        A wgrad has no weights, and no operand with one global scale per row.
         """
         if product != "wgrad":
             return not self.accumulates and (product == "fprop" or not self.quantizes)
         a, b = self.formats
-        level = None if a is None else a.global_scale
-        by_row = level is not None and level.per == "row"
-        return not (by_row or self.prepacked or self.quantizes or (a is None and b is not None))
+        scale = None if a is None else a.global_scale
+        is_row_scaled = scale is not None and scale.per == "row"
+        return not (
+            is_row_scaled or self.prepacked or self.quantizes or (a is None and b is not None)
+        )
 
     @property
     def formats(self) -> tuple[Format | None, Format | None]:
+        """Formats of A and B, None for bf16."""
         return (self.a and parse(self.a)) or None, (self.b and parse(self.b)) or None
 
 
-#: What is multiplied; of wgrad both operands have the first format.
+#: Pairs that are measured; in wgrad both operands have the first format.
 PAIRS = (
     Pair("nvfp4:row_scaled", "nvfp4"),
     Pair("nvfp4:row_scaled", "nvfp4", prepacked=True),
@@ -83,26 +90,28 @@ PAIRS = (
     Pair(None, None),
     *(Pair(text, text, accumulates=True) for text in ("nvfp4", "fp8", "mxfp8", "fp8_block", None)),
 )
-#: Rows of an expert where decoding, mixed and training meet.
+#: Tokens per expert, from decoding over mixed batches to training.
 _TOKENS = (1, 8, 16, 64, 128, 512, 4096)
 _SMALL = GroupedShape("small", "up", 4, 256, 256)
 _SMALL_ROWS = 200
 
 
 def ours(pair: Pair, work: Operands, meter: Meter) -> Contender:
+    """Return the product of this package."""
     return Contender(
         name=f"ours{pair.variant}",
         format=pair.text(work.product),
         prepare=partial(_prepare, pair, work, meter),
         error=partial(_error, pair, work),
         bound=_BOUND,
-        # What is added to is read and written.
+        # An fp32 output that is added to is read and written.
         bytes=work.least_bytes(*_bytes(pair, work), 8.0 if pair.accumulates else 2.0),
         flops=work.flops,
     )
 
 
 def _bytes(pair: Pair, work: Operands) -> tuple[float, float]:
+    """Return the bytes per element of both operands."""
     a, b = pair.formats
     if pair.quantizes:
         return element_bytes(None), element_bytes(b)
@@ -110,6 +119,7 @@ def _bytes(pair: Pair, work: Operands) -> tuple[float, float]:
 
 
 def _operands(pair: Pair, work: Operands) -> tuple[Tensor, Tensor]:
+    """Return both operands, quantized as the pair says."""
     a_fmt, b_fmt = pair.formats
     a, b = work.a, work.b
     if work.is_wgrad:
@@ -129,6 +139,7 @@ def _operands(pair: Pair, work: Operands) -> tuple[Tensor, Tensor]:
 
 
 def _prepare(pair: Pair, work: Operands, meter: Meter) -> Callable[[], Tensor]:
+    """Quantize the operands and return the call of the product."""
     a_fmt, b_fmt = pair.formats
     is_mixed = a_fmt is None and b_fmt is not None
     op = "grouped_gemm_w4a16" if is_mixed else "grouped_gemm"
@@ -137,7 +148,7 @@ def _prepare(pair: Pair, work: Operands, meter: Meter) -> Callable[[], Tensor]:
     a, b = _operands(pair, work)
     options: dict[str, Any] = {"transpose_b": True} if work.product == "dgrad" else {}
     if pair.quantizes:
-        # Squares are not multiplied by squares.
+        # Operands with square blocks are not multiplied by each other.
         gradient = a_fmt if b_fmt is not None and b_fmt.is_2d else b_fmt
         recipe = grouped.recipes.Recipe(input=a_fmt, weight=b_fmt, grad_output=gradient)
         return partial(grouped.linear, a, b, None, work.offs, recipe)
@@ -150,6 +161,7 @@ def _prepare(pair: Pair, work: Operands, meter: Meter) -> Callable[[], Tensor]:
 
 
 def _error(pair: Pair, work: Operands, out: Tensor) -> float:
+    """Return the error relative to the fp32 product of the decoded operands."""
     a, b = _operands(dataclasses.replace(pair, quantizes=False), work)
     return work.error(
         out, _values(a), _values(b, "columnwise" if work.product == "dgrad" else None)
@@ -170,10 +182,12 @@ def task(
     suite: str = "gemm",
     pairs: Sequence[Pair] = PAIRS,
 ) -> Task:
+    """Return the task of a product, of all valid ``pairs`` and of peers."""
+
     def contenders(copy: int) -> list[Contender]:
         work = Operands(shape, rows, product, routing, meter.device, options.seed, copy)
-        found = [ours(pair, work, meter) for pair in pairs if pair.fits(product)]
-        return [*found, *options.competing(meter, "products", work)]
+        mine = [ours(pair, work, meter) for pair in pairs if pair.is_valid_for(product)]
+        return [*mine, *options.competing(meter, "products", work)]
 
     return Task(
         suite, {**shape.case, "rows": rows, "product": product, "routing": routing}, contenders
@@ -181,21 +195,22 @@ def task(
 
 
 def cases(options: Options) -> Iterator[tuple[GroupedShape, int, str, str]]:
-    """Yield shape, rows, product and routing of each task on a GPU; some come twice."""
+    """Yield shape, rows, product and routing of each case on a GPU; some come twice."""
     for model, layer in HEADLINE:
         shape = MODELS[model].shape(layer)
         for tokens in _TOKENS:
             yield shape, tokens * shape.experts, "fprop", "balanced"
-    first = MODELS[HEADLINE[0][0]].shape(HEADLINE[0][1])
+    model, layer = HEADLINE[0]
+    main = MODELS[model].shape(layer)
     for product, tokens in itertools.product(("dgrad", "wgrad"), (128, 512)):
-        yield first, tokens * first.experts, product, "balanced"
+        yield main, tokens * main.experts, product, "balanced"
     for routing, tokens in itertools.product(("zipf", "hot", "empty"), (16, 128)):
-        yield first, tokens * first.experts, "fprop", routing
+        yield main, tokens * main.experts, "fprop", routing
     if options.full:
-        for every, layer in itertools.product(MODELS.values(), ("up", "down")):
-            shape = every.shape(layer)
-            for count in (*(n * every.top_k for n in DECODE_TOKENS), *TRAINING_ROWS):
-                yield shape, count, "fprop", "random"
+        for config, layer in itertools.product(MODELS.values(), ("up", "down")):
+            shape = config.shape(layer)
+            for rows in (*(n * config.top_k for n in DECODE_TOKENS), *TRAINING_ROWS):
+                yield shape, rows, "fprop", "random"
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
@@ -203,9 +218,9 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
         distinct = dict.fromkeys(cases(options))
     else:
         products = itertools.product(("fprop", "dgrad", "wgrad"), ("balanced", "empty"))
-        distinct = dict.fromkeys((_SMALL, _SMALL_ROWS, *which) for which in products)
+        distinct = dict.fromkeys((_SMALL, _SMALL_ROWS, *product) for product in products)
     for case in distinct:
         yield task(meter, options, *case)
 
 
-SUITE = Suite(_tasks, default_meters, True)
+SUITE = Suite(_tasks, default_meters, has_peers=True)

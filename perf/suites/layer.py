@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import grouped
 
-from ..cases import MODELS, ends_of, split_rows
+from ..cases import MODELS, end_rows_of, split_rows
 from ..contender import Contender, Task, relative_error
 from ..measure import Meter
 from ..operands import generator_of
@@ -24,14 +24,14 @@ from .base import Options, Suite, default_meters
 _LAYERS = ("linear", "mlp")
 PASSES = ("forward", "forward+backward")
 _TOKENS = (128, 512, 2048)
-#: Relative errors of results and gradients that are more than a recipe's: random data gives 0.15
-#: for a linear layer and 0.26 for an MLP in NVFP4, a quarter of that in FP8.
+#: Bounds on the relative errors of results and gradients. With random data a recipe in NVFP4 gives
+#: 0.15 for a linear layer and 0.26 for an MLP, one in FP8 a quarter of that.
 _BOUND, _BF16_BOUND = 0.4, 0.012
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
-    """Experts of one rank: a linear layer is the first of an MLP."""
+    """Experts of one rank. A linear layer is the first product of the MLP."""
 
     model: str
     experts: int
@@ -45,10 +45,13 @@ _TINY = LayerShape("tiny", 4, 128, 64)
 
 @dataclasses.dataclass
 class Step:
-    """One pass of a layer, forward only without ``dy``.
+    """One pass of a layer.
 
-    ``parameters`` are of each weight the tensors that it consists of: one (G, N, K), or G of (N,
-    K). ``gather`` makes ``x`` anew each time.
+    Attributes:
+        x: Input (T, hidden).
+        dy: Gradient of the output; None without a backward pass.
+        parameters: The tensors of each weight: one (G, N, K), or G of (N, K).
+        gather: Makes ``x`` again in each pass.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -58,6 +61,7 @@ class Step:
     gather: Callable[[], Tensor] | None = None
 
     def run(self) -> Tensor:
+        """Run the pass and return the output."""
         if self.gather is not None:
             self.x = self.gather().requires_grad_(self.dy is not None)
         if self.dy is None:
@@ -71,32 +75,43 @@ class Step:
         return y
 
     def results(self) -> list[Tensor]:
+        """Run the pass and return output, gradient of ``x`` and gradients of the weights."""
         y = self.run().detach()
         if self.dy is None:
             return [y]
-        gradients = [[p.grad for p in parts if p.grad is not None] for parts in self.parameters]
+        gradients = [[p.grad for p in weight if p.grad is not None] for weight in self.parameters]
         weights = [g[0] if len(g) == 1 else torch.stack(g) for g in gradients if g]
         return [y, *([] if self.x.grad is None else [self.x.grad]), *weights]
 
 
 def recipes() -> dict[str, grouped.recipes.Recipe]:
+    """Return all recipes by name."""
     return {name: getattr(grouped.recipes, name)() for name in grouped.recipes.NAMES}
 
 
 def swiglu(z: Tensor) -> Tensor:
+    """Return SwiGLU of (..., 2 I): the gates, then the values."""
     gate, value = z.float().chunk(2, dim=-1)
     return (F.silu(gate) * value).to(z.dtype)
 
 
 class LayerWork:
-    """A layer's weights and rows in bf16, and what it gives.
+    """Weights and rows of a layer in bf16, and its exact results.
 
-    ``x`` are (T, hidden) rows, ``dy`` is None without a backward pass, ``weights`` are (G, 2 I, H)
-    and of an MLP (G, H, I) as well. ``recipes`` are ours, ``offered`` is what peers call theirs.
+    Attributes:
+        recipes: Recipes of this package to measure.
+        peer_method: Method of peers that gives their contenders.
+        options: Options that only some models have, see ``cases.MOE_OPTIONS``.
+        x: Rows (T, H).
+        dy: Gradient of the output; None without a backward pass.
+        weights: (G, 2 I, H), and for an MLP also (G, H, I).
+        sizes: Rows of each expert.
+        offs: End row of each expert.
     """
 
     recipes: ClassVar[Sequence[str]] = grouped.recipes.NAMES
-    offered: ClassVar[str] = "layers"
+    peer_method: ClassVar[str] = "layers"
+    options: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -109,17 +124,12 @@ class LayerWork:
         seed: int = 0,
         copy: int = 0,
     ) -> None:
-        self.layer, self.shape, self.rows, self.routing, self.device = (
-            layer,
-            shape,
-            rows,
-            routing,
-            device,
-        )
+        self.layer, self.shape, self.rows = layer, shape, rows
+        self.routing, self.device = routing, device
         self.backward, self.seed = passes == PASSES[1], seed
         self.activate = swiglu
         self.sizes = split_rows(routing, shape.experts, rows, seed)
-        self.offs = torch.tensor(ends_of(self.sizes), dtype=torch.int32, device=device)
+        self.offs = torch.tensor(end_rows_of(self.sizes), dtype=torch.int32, device=device)
         generator = generator_of(device, seed, copy)
         draw = functools.partial(
             torch.randn, dtype=torch.bfloat16, device=device, generator=generator
@@ -130,31 +140,30 @@ class LayerWork:
 
     @property
     def weight_sizes(self) -> dict[str, tuple[int, ...]]:
-        """By what a layer of this package calls them."""
-        groups, hidden, wide = self.shape.experts, self.shape.hidden, self.shape.intermediate
-        up = (groups, 2 * wide, hidden)
+        """Shape of each weight, by its name in a layer of this package."""
+        experts, hidden = self.shape.experts, self.shape.hidden
+        intermediate = self.shape.intermediate
+        up = (experts, 2 * intermediate, hidden)
         if self.layer == "linear":
             return {"weight": up}
-        return {"gate_up.weight": up, "down.weight": (groups, hidden, wide)}
+        return {"gate_up.weight": up, "down.weight": (experts, hidden, intermediate)}
 
     @property
     def case(self) -> dict[str, Any]:
-        """As in ``Record``, as far as the work depends on it."""
-        named = {
+        """Fields of ``Record.case`` on which the work depends."""
+        return dataclasses.asdict(self.shape) | {
             "layer": self.layer,
             "rows": self.rows,
             "routing": self.routing,
             "pass": PASSES[self.backward],
         }
-        return dataclasses.asdict(self.shape) | named
-
-    #: Options that only some models have, see ``cases.OWN``.
-    options: Mapping[str, Any] = MappingProxyType({})
 
     def leaves(self) -> list[nn.Parameter]:
+        """Return the weights as new parameters."""
         return [nn.Parameter(w, self.backward) for w in self.weights]
 
-    def ours(self, recipe: grouped.recipes.Recipe) -> nn.Module:
+    def module(self, recipe: grouped.recipes.Recipe) -> nn.Module:
+        """Return the layer of this package, with other weights."""
         shape = self.shape
         sizes = (shape.experts, shape.hidden)
         options: dict[str, Any] = {"recipe": recipe, "device": self.device, "dtype": torch.bfloat16}
@@ -162,14 +171,22 @@ class LayerWork:
             return grouped.nn.GroupedLinear(*sizes, 2 * shape.intermediate, bias=False, **options)
         return grouped.nn.GroupedMLP(*sizes, shape.intermediate, bias=False, **options)
 
-    def own(self, recipe: grouped.recipes.Recipe, kept: bool, compiled: bool = False) -> Step:
-        """The layer of this package; ``kept``: its weight was quantized in an earlier pass."""
-        module, leaves = self.ours(recipe), self.leaves()
+    def package_step(
+        self, recipe: grouped.recipes.Recipe, weights_cached: bool, compiled: bool = False
+    ) -> Step:
+        """Return the pass of this package's layer.
+
+        Args:
+            recipe: Recipe of the layer.
+            weights_cached: True if an earlier pass quantized the weights.
+            compiled: True to compile the layer.
+        """
+        module, leaves = self.module(recipe), self.leaves()
         for name, leaf in zip(self.weight_sizes, leaves, strict=True):
-            owner, _, last = name.rpartition(".")
-            setattr(module.get_submodule(owner), last, leaf)
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, leaf)
         call: dict[str, bool] = {}
-        if kept:
+        if weights_cached:
             with torch.set_grad_enabled(self.backward):
                 module(
                     self.x.detach().clone().requires_grad_(self.backward),
@@ -182,18 +199,20 @@ class LayerWork:
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:
+        """Arguments of the layer after ``x``."""
         return (self.offs,)
 
     def step(
         self, forward: Callable[[Tensor], Tensor], parameters: Sequence[Sequence[Tensor]]
     ) -> Step:
+        """Return the pass of a layer on the rows of this work."""
         return Step(
             forward, self.x.detach().clone().requires_grad_(self.backward), self.dy, parameters
         )
 
     @functools.cached_property
     def expected(self) -> list[Tensor]:
-        """Output and gradients, computed in fp32 expert by expert."""
+        """Output and gradients in fp32."""
         leaves = [t.detach().float() for t in (self.x, *self.weights)]
         for leaf in leaves:
             leaf.requires_grad_(self.backward)
@@ -204,20 +223,22 @@ class LayerWork:
         return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
     def exact(self, x: Tensor, *weights: Tensor) -> Tensor:
-        parts = zip(x.split(self.sizes), *(w.unbind() for w in weights), strict=True)
-        return torch.cat([self.of_expert(*part) for part in parts])
+        """Return the output, computed expert by expert."""
+        experts = zip(x.split(self.sizes), *(w.unbind() for w in weights), strict=True)
+        return torch.cat([self.expert_output(*operands) for operands in experts])
 
-    def of_expert(
+    def expert_output(
         self, x: Tensor, up: Tensor, down: Tensor | None = None, *biases: Tensor
     ) -> Tensor:
-        of_up, of_down = biases or (None, None)
-        y = F.linear(x, up, of_up)
-        return y if down is None else F.linear(self.activate(y), down, of_down)
+        """Return the output of one expert: of an MLP, or of a linear layer without ``down``."""
+        up_bias, down_bias = biases or (None, None)
+        y = F.linear(x, up, up_bias)
+        return y if down is None else F.linear(self.activate(y), down, down_bias)
 
     def error(self, results: Sequence[Tensor]) -> float:
-        return float(
-            np.max([relative_error(a, b) for a, b in zip(results, self.expected, strict=True)])
-        )
+        """Return the largest relative error of output and gradients."""
+        pairs = zip(results, self.expected, strict=True)
+        return float(np.max([relative_error(actual, expected) for actual, expected in pairs]))
 
     def contender(
         self,
@@ -228,44 +249,52 @@ class LayerWork:
         *,
         capturable: bool = True,
     ) -> Contender:
-        made: list[Step] = []
+        """Return a contender that runs the pass ``make`` returns."""
+        # Holds the pass of the newest call of ``prepare``, which the check reads.
+        steps: list[Step] = []
 
         def prepare() -> Callable[[], Any]:
-            made[:] = [make()]
-            return made[0].run
+            steps[:] = [make()]
+            return steps[0].run
 
         work = layer_work(self.case, name, recipe, self.seed, self.options)
-        fixed = (
-            name,
-            recipe,
-            prepare,
-            lambda got: self.error(made[0].results()),
-            bound,
-            work.bytes,
-            work.flops,
+        return Contender(
+            name=name,
+            format=recipe,
+            prepare=prepare,
+            error=lambda result: self.error(steps[0].results()),
+            bound=bound,
+            bytes=work.bytes,
+            flops=work.flops,
+            capturable=capturable,
+            is_step=True,
         )
-        return Contender(*fixed, capturable=capturable, is_step=True)
 
     def contenders(self, meter: Meter, options: Options) -> Iterator[Contender]:
+        """Yield this package's layer in all recipes, and those of peers."""
         for name in self.recipes:
             recipe = getattr(grouped.recipes, name)()
             bound = _BOUND if recipe.is_quantized else _BF16_BOUND
-            for kept in (False, True) if recipe.is_quantized else (False,):
-                make = functools.partial(self.own, recipe, kept)
-                yield self.contender(f"ours{', weight kept' * kept}", name, make, bound)
+            yield self.contender(
+                "ours", name, functools.partial(self.package_step, recipe, False), bound
+            )
+            if recipe.is_quantized:
+                make = functools.partial(self.package_step, recipe, True)
+                yield self.contender("ours, weight kept", name, make, bound)
             if options.full and meter.kind == "gpu" and self.layer != "experts":
-                make = functools.partial(self.own, recipe, False, True)
+                make = functools.partial(self.package_step, recipe, False, compiled=True)
                 yield self.contender("ours, compiled", name, make, bound)
-        yield from options.competing(meter, self.offered, self)
+        yield from options.competing(meter, self.peer_method, self)
 
 
 def _cases(options: Options, meter: Meter) -> Iterator[tuple[str, LayerShape, int, str, str]]:
+    """Yield layer, shape, rows, routing and pass of each case."""
     if meter.kind != "gpu" or options.quick:
         for layer, passes in itertools.product(_LAYERS, PASSES):
             yield layer, _TINY, 200, "random", passes
         return
-    big = MODELS["DeepSeek-V3"]
-    local = LayerShape(big.name, big.shape("up").experts, big.hidden, big.intermediate)
+    model = MODELS["DeepSeek-V3"]
+    local = LayerShape(model.name, model.shape("up").experts, model.hidden, model.intermediate)
     for shape, layer, passes, tokens in itertools.product(
         [local, _SMALL], _LAYERS, PASSES, _TOKENS
     ):
@@ -275,13 +304,18 @@ def _cases(options: Options, meter: Meter) -> Iterator[tuple[str, LayerShape, in
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
-    def contenders(copy: int, which: tuple[str, LayerShape, int, str, str]) -> list[Contender]:
-        return list(LayerWork(*which, meter.device, options.seed, copy).contenders(meter, options))
+    def contenders(copy: int, arguments: tuple[str, LayerShape, int, str, str]) -> list[Contender]:
+        work = LayerWork(*arguments, meter.device, options.seed, copy)
+        return list(work.contenders(meter, options))
 
-    for which in _cases(options, meter):
-        layer, shape, rows, routing, passes = which
+    for arguments in _cases(options, meter):
+        layer, shape, rows, routing, passes = arguments
         case = {"layer": layer, **dataclasses.asdict(shape), "rows": rows, "routing": routing}
-        yield Task("layer", {**case, "pass": passes}, functools.partial(contenders, which=which))
+        yield Task(
+            "layer",
+            {**case, "pass": passes},
+            functools.partial(contenders, arguments=arguments),
+        )
 
 
-SUITE = Suite(_tasks, default_meters, True)
+SUITE = Suite(_tasks, default_meters, has_peers=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..contender import Contender, Run, Task, always, unchecked
+from ..contender import Contender, Run, Task, same_for_all_copies, unchecked
 from ..measure.base import Measurement, Meter
 from ..measure.memory import Sizes, bytes_of_step
 from .base import Options, Suite
@@ -14,12 +14,12 @@ from .layer import PASSES, recipes
 from .moe import SLICES, TINY, MoEShape
 
 _TOKENS = 4096
-#: Recipes that are also measured where the backward pass makes the first product again.
+#: Recipes that are also measured with ``recompute``.
 RECOMPUTED = ("BF16", "FP8Block")
 
 
 class _MemoryMeter(Meter):
-    """Adds up storages of fake tensors; on a GPU the peak is the allocator's."""
+    """Adds up storages of fake tensors; on a GPU the peak is that of the allocator."""
 
     def __init__(self, backend: str, quick: bool) -> None:
         is_gpu = torch.cuda.is_available() and backend in ("", "cuda")
@@ -30,6 +30,7 @@ class _MemoryMeter(Meter):
         self.quick = quick
 
     def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
+        """Run a step and return the bytes of its saved tensors and its peak."""
         protocol = "allocated" if self.kind == "gpu" else "fake tensors"
         return [
             Measurement(name, n, "byte", protocol, 0.0, 1) for name, n in self.call(run).items()
@@ -38,19 +39,19 @@ class _MemoryMeter(Meter):
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
     for model in ("tiny",) if options.quick else SLICES:
-        shape = TINY if options.quick else MoEShape.of(model)
+        shape = TINY if options.quick else MoEShape.from_model(model)
         sizes = Sizes(shape.experts, shape.hidden, shape.intermediate, _TOKENS, shape.top_k)
         case = {"layer": "moe", "model": model, **dataclasses.asdict(sizes), "pass": PASSES[1]}
-        found = [
+        contenders = [
             unchecked(
-                "ours" + ", recompute" * again,
+                "ours, recompute" if recompute else "ours",
                 name,
-                functools.partial(bytes_of_step, recipe, sizes, meter.device.type, again),
+                functools.partial(bytes_of_step, recipe, sizes, meter.device.type, recompute),
             )
             for name, recipe in recipes().items()
-            for again in (False, True)[: 1 + (name in RECOMPUTED)]
+            for recompute in ((False, True) if name in RECOMPUTED else (False,))
         ]
-        yield Task("memory", case, always(found))
+        yield Task("memory", case, same_for_all_copies(contenders))
 
 
 def _meters(options: Options) -> list[Meter]:

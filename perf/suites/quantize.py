@@ -1,4 +1,4 @@
-"""Quantizing, decoding and the reductions beside them: each format of ours, and peers."""
+"""Quantizers, decoding and reductions, in each format of this package, and of peers."""
 
 import dataclasses
 import functools
@@ -32,20 +32,26 @@ FORMATS = (
     "fp8_block",
     "fp8_block:block=128x128",
 )
-#: Which copies: by its name, whether rowwise and whether columnwise.
+#: Copies by name: (rowwise, columnwise).
 DIRECTIONS = {"row": (True, False), "column": (False, True), "row+column": (True, True)}
-#: Rows, columns and groups, by the kind of what measures.
+#: Rows, columns and groups, by the kind of the meter.
 _SHAPES = {
     "gpu": ((65536, 7168, 8), (131072, 2048, 8)),
     "cpu": ((4096, 4096, 8),),
     "emulator": ((512, 4096, 4),),
 }
-#: Sums of columns differ by the order in which they are added.
+#: Relative error of column sums, which depend on the order of additions.
 _SUM_BOUND = 1e-5
 
 
 class Input:
-    """A bf16 input of ragged groups whose rows differ in size."""
+    """A bf16 input (rows, cols) of ragged groups whose rows differ in magnitude.
+
+    Attributes:
+        x: Input.
+        offs: End row of each group.
+        amax: Largest magnitude of each group.
+    """
 
     def __init__(
         self, rows: int, cols: int, groups: int, device: torch.device, seed: int = 0, copy: int = 0
@@ -57,20 +63,21 @@ class Input:
         self.offs = (cuts.cumsum(0) / cuts.sum() * rows).round().int()
         self.offs[-1] = rows
         row_amax = self.x.abs().amax(1).float()
-        parts = (row_amax[start:end] for start, end in itertools.pairwise([0, *self.offs.tolist()]))
+        bounds = itertools.pairwise([0, *self.offs.tolist()])
+        amaxes = [row_amax[start:end] for start, end in bounds]
         self.amax = torch.stack(
-            [part.amax() if len(part) else part.new_zeros(()) for part in parts]
+            [values.amax() if len(values) else values.new_zeros(()) for values in amaxes]
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """What is asked of a quantizer.
+    """A request to a quantizer.
 
     Attributes:
-        directions: a key of ``DIRECTIONS``.
-        gives_amax: the amaxes of groups are given.
-        activates: SwiGLU of the input is quantized.
+        directions: A key of ``DIRECTIONS``.
+        gives_amax: True if the amaxes of the groups are given.
+        activates: True if SwiGLU of the input is quantized.
     """
 
     directions: str
@@ -78,26 +85,28 @@ class Quantization:
     activates: bool = False
 
     @property
-    def ways(self) -> list[bool]:
-        """Whether columnwise, of each copy that is asked for."""
+    def copies(self) -> list[bool]:
+        """An entry per requested copy: True for the columnwise one."""
         rowwise, columnwise = DIRECTIONS[self.directions]
         return [False] * rowwise + [True] * columnwise
 
-    def fits(self, fmt: Format) -> bool:
-        """Whether it makes sense for a format: amaxes are given to what has one a group."""
-        return not self.gives_amax or self.has_group_level(fmt)
+    def is_valid_for(self, fmt: Format) -> bool:
+        """Return True unless amaxes of groups are given to a format that has none."""
+        return not self.gives_amax or self.has_group_scale(fmt)
 
-    def has_group_level(self, fmt: Format) -> bool:
-        levels = [fmt.global_scale_for(way) for way in self.ways]
-        return any(level is not None and level.per == "group" for level in levels)
+    def has_group_scale(self, fmt: Format) -> bool:
+        """Return True if a copy in a format has one global scale per group."""
+        scales = [fmt.global_scale_for(columnwise) for columnwise in self.copies]
+        return any(scale is not None and scale.per == "group" for scale in scales)
 
-    def moved(self, data: Input, fmt: Format) -> float:
-        return data.x.nbytes + data.x.numel() // (1 + self.activates) * (
-            len(self.ways) * element_bytes(fmt)
-        )
+    def moved_bytes(self, data: Input, fmt: Format) -> float:
+        """Return the bytes of the input and of the copies."""
+        outputs = data.x.numel() // (1 + self.activates)
+        return data.x.nbytes + outputs * (len(self.copies) * element_bytes(fmt))
 
     @property
     def case(self) -> dict[str, str]:
+        """Fields for the case of a record."""
         amax = "given" if self.gives_amax else "computed"
         return {
             "op": "swiglu+quantize" if self.activates else "quantize",
@@ -106,74 +115,96 @@ class Quantization:
         }
 
 
-#: What users ask for, in the order of the tables.
+#: Quantizations in the order of the tables.
 QUANTIZATIONS = tuple(itertools.starmap(Quantization, itertools.product(DIRECTIONS, (True, False))))
 _FUSED = tuple(Quantization(directions, False, True) for directions in ("row", "row+column"))
 
 
-def given(
-    fmt: Format, amax: Tensor | None, asked: Quantization, device: torch.device
+def amax_and_seed(
+    fmt: Format, amax: Tensor | None, request: Quantization, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The amaxes and the seed that a call gives: one amax a group, or one for each copy."""
-    if amax is not None and fmt.is_transformed and len(asked.ways) > 1:
+    """Return the arguments ``amax`` and ``seed`` of a call.
+
+    Args:
+        fmt: Format of the copies.
+        amax: (groups,); a transformed format gets it once per copy.
+        request: Copies that are made.
+        device: Device of the seed.
+    """
+    if amax is not None and fmt.is_transformed and len(request.copies) > 1:
         amax = amax.expand(2, -1)
     return amax, torch.tensor([1, 2], device=device) if fmt.is_stochastic else None
 
 
-def _quantize(data: Input, text: str, asked: Quantization) -> list[Tensor]:
-    amax, seed = given(parse(text), data.amax if asked.gives_amax else None, asked, data.x.device)
-    options = (None, seed, "swiglu" if asked.activates else None)
+def _quantize(data: Input, text: str, request: Quantization) -> list[Tensor]:
+    """Quantize an input as requested, and return the buffers of the copies."""
+    group_amax = data.amax if request.gives_amax else None
+    amax, seed = amax_and_seed(parse(text), group_amax, request, data.x.device)
+    rowwise, columnwise = DIRECTIONS[request.directions]
     return ops.grouped_quantize(
-        data.x, text, data.offs, amax, *DIRECTIONS[asked.directions], *options
+        data.x,
+        text,
+        data.offs,
+        amax,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        seed=seed,
+        activation="swiglu" if request.activates else None,
     )
 
 
-def operand(
+def quantized_operand(
     fmt: Format | None, x: Tensor, offs: Tensor | None = None, columnwise: bool = False
 ) -> tuple[Tensor, list[Tensor] | None]:
-    """Codes of a copy and what else it needs to be read, or ``x`` itself."""
+    """Return the codes and the scales of a copy of ``x``, or ``x`` and None without a format."""
     if fmt is None:
         return x, None
-    buffers = ops.grouped_quantize(x, fmt.text, offs, None, not columnwise, columnwise)
+    buffers = ops.grouped_quantize(x, fmt.text, offs, rowwise=not columnwise, columnwise=columnwise)
     named = dict(zip(fmt.buffer_names(columnwise), buffers, strict=True))
     codes, *scales = (named[name] for name in fmt.operand_names(columnwise))
     return codes, scales
 
 
-def decoded(
+def dequantize_copies(
     fmt: Format,
-    asked: Quantization,
+    request: Quantization,
     buffers: list[Tensor],
     offs: Tensor | None,
     rows: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """What follows the copies, then what each stands for."""
-    names = list(dict.fromkeys(name for way in asked.ways for name in fmt.buffer_names(way)))
-    named, found = dict(zip(names, buffers, strict=False)), []
-    for way in asked.ways:
-        codes, *rest = (named[name] for name in fmt.operand_names(way))
-        found.append(ops.grouped_dequantize(codes, rest, fmt.text, rows, dtype, offs, way))
-    return [*buffers[len(names) :], *found]
-
-
-def bit_error(got: Tensor, want: Tensor) -> float:
-    return 0.0 if torch.equal(got, want) else relative_error(got, want) or 1.0
-
-
-def _quantize_error(data: Input, fmt: Format, asked: Quantization, buffers: list[Tensor]) -> float:
-    """0 if all copies decode to the bits that the reference's do."""
-    with cute_kernels.backend("reference"):
-        both = (buffers, _quantize(data, fmt.text, asked))
-        return max(
-            map(
-                bit_error,
-                *(decoded(fmt, asked, of, data.offs, len(data.x), torch.float32) for of in both),
-            )
+    """Return the buffers behind those of the copies, then the decoded copies."""
+    copies = request.copies
+    names = list(dict.fromkeys(name for copy in copies for name in fmt.buffer_names(copy)))
+    named = dict(zip(names, buffers, strict=False))
+    values = []
+    for columnwise in copies:
+        codes, *scales = (named[name] for name in fmt.operand_names(columnwise))
+        values.append(
+            ops.grouped_dequantize(codes, scales, fmt.text, rows, dtype, offs, columnwise)
         )
+    return [*buffers[len(names) :], *values]
 
 
-def ours(data: Input, text: str, asked: Quantization, meter: Meter) -> Contender:
+def bit_error(actual: Tensor, expected: Tensor) -> float:
+    """Return 0 for equal tensors, else their relative error, or 1 if that is 0."""
+    return 0.0 if torch.equal(actual, expected) else relative_error(actual, expected) or 1.0
+
+
+def _quantize_error(
+    data: Input, fmt: Format, request: Quantization, buffers: list[Tensor]
+) -> float:
+    """Return 0 if all copies decode to the same bits as those of the reference."""
+    with cute_kernels.backend("reference"):
+        actual, expected = (
+            dequantize_copies(fmt, request, copies, data.offs, len(data.x), torch.float32)
+            for copies in (buffers, _quantize(data, fmt.text, request))
+        )
+        return max(map(bit_error, actual, expected))
+
+
+def ours(data: Input, text: str, request: Quantization, meter: Meter) -> Contender:
+    """Return the quantizer of this package."""
     fmt = parse(text)
 
     def prepare() -> Callable[[], Any]:
@@ -181,33 +212,36 @@ def ours(data: Input, text: str, asked: Quantization, meter: Meter) -> Contender
             "grouped_quantize",
             fmt,
             meter.arch,
-            columnwise=True in asked.ways,
-            activation=asked.activates,
+            columnwise=True in request.copies,
+            activation=request.activates,
         )
-        return functools.partial(_quantize, data, text, asked)
+        return functools.partial(_quantize, data, text, request)
 
     return Contender(
         "ours",
         text,
         prepare,
-        functools.partial(_quantize_error, data, fmt, asked),
-        bytes=asked.moved(data, fmt),
+        functools.partial(_quantize_error, data, fmt, request),
+        bytes=request.moved_bytes(data, fmt),
     )
 
 
-def _decoder(data: Input, text: str, way: bool, meter: Meter) -> Contender:
+def _decoder(data: Input, text: str, columnwise: bool, meter: Meter) -> Contender:
+    """Return the decoding of a copy to bf16."""
     fmt = parse(text)
-    asked = Quantization("column" if way else "row", False)
+    request = Quantization("column" if columnwise else "row", False)
 
     def prepare() -> Callable[[], Any]:
-        require("grouped_dequantize", fmt, meter.arch, columnwise=way)
+        """Quantize by the reference, and return the call that decodes."""
+        require("grouped_dequantize", fmt, meter.arch, columnwise=columnwise)
         with cute_kernels.backend("reference"):
-            buffers = _quantize(data, text, asked)
-        return lambda: decoded(fmt, asked, buffers, data.offs, len(data.x), torch.bfloat16)[0]
+            buffers = _quantize(data, text, request)
+        rows = len(data.x)
+        return lambda: dequantize_copies(fmt, request, buffers, data.offs, rows, torch.bfloat16)[0]
 
-    def error(got: Tensor) -> float:
+    def error(result: Tensor) -> float:
         with cute_kernels.backend("reference"):
-            return bit_error(got, prepare()())
+            return bit_error(result, prepare()())
 
     return Contender(
         "ours",
@@ -219,15 +253,16 @@ def _decoder(data: Input, text: str, way: bool, meter: Meter) -> Contender:
 
 
 def _reduction(data: Input, op: str, meter: Meter) -> Contender:
+    """Return the reduction ``"amax"`` or ``"dbias"``."""
     run = getattr(ops, f"grouped_{op}")
 
     def prepare() -> Callable[[], Any]:
         require(f"grouped_{op}", None, meter.arch, dtype=data.x.dtype)
         return functools.partial(run, data.x, data.offs)
 
-    def error(got: Tensor) -> float:
+    def error(result: Tensor) -> float:
         with cute_kernels.backend("reference"):
-            return relative_error(got, run(data.x, data.offs))
+            return relative_error(result, run(data.x, data.offs))
 
     bound = _SUM_BOUND if op == "dbias" else 0.0
     return Contender(
@@ -242,7 +277,14 @@ def _reduction(data: Input, op: str, meter: Meter) -> Contender:
 
 @dataclasses.dataclass(frozen=True)
 class Tasks:
-    """All tasks on inputs of a shape: rows, columns and groups."""
+    """All tasks on inputs of one shape.
+
+    Attributes:
+        meter: Measures the tasks.
+        options: Options of the run.
+        shape: Rows, columns and groups.
+        suite: Name of the suite.
+    """
 
     meter: Meter
     options: Options
@@ -258,25 +300,28 @@ class Tasks:
             self.suite, case | sizes | {"dtype": "bfloat16"}, lambda copy: [*contenders(data(copy))]
         )
 
-    def quantize(self, asked: Quantization) -> Task:
-        def contenders(data: Input) -> Iterator[Contender]:
-            yield from (
-                ours(data, text, asked, self.meter) for text in FORMATS if asked.fits(parse(text))
-            )
-            if not asked.activates:
-                yield from self.options.competing(self.meter, "quantizers", data, asked)
+    def quantize(self, request: Quantization) -> Task:
+        """Return the task of a quantization, in all formats."""
 
-        return self._task(asked.case, contenders)
+        def contenders(data: Input) -> Iterator[Contender]:
+            for text in FORMATS:
+                if request.is_valid_for(parse(text)):
+                    yield ours(data, text, request, self.meter)
+            if not request.activates:
+                yield from self.options.competing(self.meter, "quantizers", data, request)
+
+        return self._task(request.case, contenders)
 
     def __iter__(self) -> Iterator[Task]:
         yield from map(self.quantize, (*QUANTIZATIONS, *_FUSED))
 
-        def decoders(data: Input, way: bool) -> list[Contender]:
-            return [_decoder(data, text, way, self.meter) for text in FORMATS]
+        def decoders(data: Input, columnwise: bool) -> list[Contender]:
+            return [_decoder(data, text, columnwise, self.meter) for text in FORMATS]
 
-        for name, way in (("row", False), ("column", True)):
+        for name, columnwise in (("row", False), ("column", True)):
             yield self._task(
-                {"op": "dequantize", "directions": name}, functools.partial(decoders, way=way)
+                {"op": "dequantize", "directions": name},
+                functools.partial(decoders, columnwise=columnwise),
             )
 
         def reductions(data: Input, op: str) -> list[Contender]:
@@ -291,4 +336,4 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
         yield from Tasks(meter, options, shape)
 
 
-SUITE = Suite(_tasks, default_meters, True)
+SUITE = Suite(_tasks, default_meters, has_peers=True)

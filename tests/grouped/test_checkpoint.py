@@ -14,7 +14,7 @@ import grouped
 from grouped import checkpoint
 from grouped.checkpoint import convert
 from grouped.checkpoint import files as ckpt_files
-from grouped.checkpoint.plain_tensors import quantized
+from grouped.checkpoint.plain_tensors import quantize_weight
 from grouped.nn import GroupedLinear, GroupedMLP, MoE
 
 HIDDEN, INNER, EXPERTS = 64, 128, 3
@@ -144,7 +144,7 @@ def test_gate_and_up_of_different_second_levels_are_reconciled(tmp_path):
     checkpoint.save(model, tmp_path / "a", "modelopt")
     tensors = files_of(tmp_path / "a")
     up = model.experts.gate_up.weight[1:2, INNER:].detach()
-    alone = quantized(up, grouped.NVFP4()).expert(0)
+    alone = quantize_weight(up, grouped.NVFP4()).expert(0)
     tensors |= {
         f"experts.1.up_proj{s}": t for s, t in checkpoint.LAYOUTS["modelopt"].stored(alone).items()
     }
@@ -386,7 +386,7 @@ def test_convert(to, stacked, tmp_path, capsys):
 def test_other_weights_that_are_quantized_are_decoded(layout, tmp_path):
     model, record = moe(), checkpoint.LAYOUTS[layout]
     checkpoint.save(model, tmp_path / "a", layout)
-    parts = quantized(torch.randn(EXPERTS, HIDDEN).bfloat16()[None], record.fmt).expert(0)
+    parts = quantize_weight(torch.randn(EXPERTS, HIDDEN).bfloat16()[None], record.fmt).expert(0)
     tensors = files_of(tmp_path / "a")
     del tensors["router.weight"]
     write({**tensors, **{f"router{s}": t for s, t in record.stored(parts).items()}}, tmp_path / "b")

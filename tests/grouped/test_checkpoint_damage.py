@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import grouped
 from grouped import checkpoint
-from grouped.checkpoint.extras import harmless
+from grouped.checkpoint.extras import find_harmless
 from grouped.checkpoint.files import Reader
-from grouped.checkpoint.plain_tensors import quantized
+from grouped.checkpoint.plain_tensors import quantize_weight
 from grouped.nn import GroupedLinear, MoE
 
 HIDDEN, INNER, EXPERTS = 128, 128, 2
@@ -229,7 +229,7 @@ def test_blocks_of_zeros_have_a_scale_of_zero(tmp_path):
 
 def test_weights_of_other_layers_are_decoded_and_checked_alike(tmp_path):
     tensors = saved(tmp_path / "a", "modelopt")
-    parts = quantized(torch.randn(1, EXPERTS, HIDDEN).bfloat16(), grouped.NVFP4()).expert(0)
+    parts = quantize_weight(torch.randn(1, EXPERTS, HIDDEN).bfloat16(), grouped.NVFP4()).expert(0)
     del tensors["layers.1.router.weight"]
     tensors |= {
         f"layers.1.router{s}": t for s, t in checkpoint.LAYOUTS["modelopt"].stored(parts).items()
@@ -644,7 +644,7 @@ def test_what_exporters_write_beside_weights(tmp_path):
         for name, attribute in BESIDE.items():
             assert name in getattr(report, attribute), name
         assert len(report.ignored) + len(report.input_scales) == len(BESIDE)
-    assert harmless(["layers.2.enorm.weight"], ["layers.2.router.weight"]) == []
+    assert find_harmless(["layers.2.enorm.weight"], ["layers.2.router.weight"]) == []
     # A layer that the module has is not one that predicts further tokens, and is not left out.
     refused(
         layers(1, 1), tmp_path / "b", KeyError, "beyond the module, layers.1.experts.0.down_proj"

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import grouped
 from grouped import recipes
-from grouped.functional.linear_passes import Copies
-from grouped.inspect import inspect
+from grouped.functional.operands import OperandCopy, QuantizedOperand
+from grouped.inspect import inspect_quantization
 from grouped.inspect.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
 from tests.helpers import (
@@ -115,7 +115,7 @@ def test_records_agree_with_numpy(name):
     if layer.scaling is not None:
         # With these scales gradients saturate and inputs underflow.
         layer.scaling.input_scale.fill_(2**-6), layer.scaling.grad_output_scale.fill_(2**16)
-    with inspect(layer) as inspector:
+    with inspect_quantization(layer) as inspector:
         train(layer, x, dy)
     records = records_by_operand(inspector)
     assert len(records) == (6 if recipe.is_quantized else 3)
@@ -163,7 +163,7 @@ def test_inspection_changes_no_bit(name, frozen):
         """Return the inspector, and the results of a step with the states it leaves."""
         layer, (x, dy) = make_layer(RECIPES_OF_EVERY_KIND[name]), operands()
         layer.requires_grad_(not frozen)
-        inspector = inspect(layer)
+        inspector = inspect_quantization(layer)
         with inspector if is_inspected else contextlib.nullcontext():
             tensors = train(layer, x, dy)
         state = layer.scaling.state_dict().values() if layer.scaling else ()
@@ -187,7 +187,7 @@ def nonfinite_operands():
 
 def test_rows_of_zeros_of_no_group_and_of_nan():
     layer = make_layer(recipes.NVFP4(propagate_nonfinite=False))
-    with inspect(layer) as inspector:
+    with inspect_quantization(layer) as inspector:
         train(layer, *nonfinite_operands())
     records = {(r["role"], r["direction"], r["expert"]): r for r in inspector.rows()}
     zeros, empty, with_nan = (records["input", "rowwise", g] for g in range(3))
@@ -204,7 +204,7 @@ def test_rows_of_zeros_of_no_group_and_of_nan():
 
 def test_fp8_copies_count_their_nonfinite_values():
     layer = make_layer(recipes.FP8Current())
-    with inspect(layer) as inspector:
+    with inspect_quantization(layer) as inspector:
         train(layer, *nonfinite_operands())
     counts = {r["role"]: r["nonfinite_copy"] for r in inspector.records()}
     assert counts == {"input": [0, 0, 2], "weight": [0, 0, 0], "grad_output": [0, 0, 22 * N]}
@@ -227,7 +227,7 @@ WEIGHT_ROWS = {("weight", "rowwise"): 3 * N, ("weight", "columnwise"): 3 * N}
 def test_microbatches_and_checkpointing(reentrant):
     layer = make_layer(recipes.NVFP4())
     batches = [operands(seed=seed) for seed in (5, 6)]
-    inspector = inspect(layer, every=2)
+    inspector = inspect_quantization(layer, every=2)
 
     def function(x, offs):
         return (
@@ -248,7 +248,7 @@ def test_microbatches_and_checkpointing(reentrant):
     assert rows_by_operand(inspector) == twice
     records_by_batch = []
     for x, dy in batches:
-        with inspect(layer) as inspector_of_batch:
+        with inspect_quantization(layer) as inspector_of_batch:
             train(layer, x, dy)
         records_by_batch.append(records_by_operand(inspector_of_batch))
     for r in step_0:
@@ -280,7 +280,7 @@ def test_kinds_of_weights(kind):
         want = {key: v for key, v in ACTIVATION_ROWS.items() if key[1] == "rowwise"} | WEIGHT_ROWS
         if kind == "w4a16":
             layer.recipe = recipes.BF16()
-    with inspect(layer) as inspector:
+    with inspect_quantization(layer) as inspector:
         if kind == "eval":
             layer.eval()
             with torch.inference_mode():
@@ -290,7 +290,7 @@ def test_kinds_of_weights(kind):
         else:
             train(layer, x, dy, **options)
     assert rows_by_operand(inspector) == want
-    with inspect(make_layer(recipes.NVFP4())) as inspector_of_plain:
+    with inspect_quantization(make_layer(recipes.NVFP4())) as inspector_of_plain:
         train(next(iter(inspector_of_plain._layers.values())), x, dy)
     for r in inspector.records():
         plain = records_by_operand(inspector_of_plain)[r["role"], r["direction"]]
@@ -307,7 +307,7 @@ def test_plain_operands(dtype):
     layer = GroupedLinear(2, 4, 2, bias=False, dtype=F32)
     with torch.no_grad():
         layer.weight.fill_(1 + 2**-9), layer.weight[1, 0, 0].fill_(1e6)
-    with inspect(layer) as inspector:
+    with inspect_quantization(layer) as inspector:
         layer(torch.tensor([[1.0, 2, 3, 0]], dtype=dtype), [0, 1])
     x, w = sorted(inspector.records(), key=lambda r: r["role"])
     is_half = dtype == F16
@@ -324,11 +324,15 @@ def test_compiled_layers(fresh_dynamo):
     function = torch.compile(layer, backend="aot_eager")
     graph = compile_full_graph(layer)
     plain = train(layer, x, dy, graph)
-    with inspect(layer) as inspector:
-        with pytest.raises(Exception, match=r"grouped\.debug\.inspect looks at the operands"):
+    with inspect_quantization(layer) as inspector:
+        with pytest.raises(
+            Exception, match=r"grouped\.inspect\.inspect_quantization looks at the operands"
+        ):
             train(layer, x, dy, graph)
         inspected = train(layer, x, dy, function)
-        with pytest.raises(RuntimeError, match=r"grouped\.debug\.inspect looks at the operands"):
+        with pytest.raises(
+            RuntimeError, match=r"grouped\.inspect\.inspect_quantization looks at the operands"
+        ):
             torch.func.grad(lambda x: layer(x, torch.tensor(ENDS)).sum())(x)
     assert rows_by_operand(inspector) == ACTIVATION_ROWS | WEIGHT_ROWS
     assert_all_same(inspected, plain)
@@ -342,20 +346,23 @@ def test_nothing_is_read_on_the_host(name):
     q = grouped.quantize(
         operands()[0], fmt or WEIGHT_FORMAT, offs=torch.tensor(ENDS), columnwise=True
     )
-    with inspect(make_layer(RECIPES_OF_EVERY_KIND[name])) as inspector:
+    with inspect_quantization(make_layer(RECIPES_OF_EVERY_KIND[name])) as inspector:
         # A first step fills the caches, which fake tensors could not.
         train(next(iter(inspector._layers.values())), *operands())
     with FakeTensorMode() as mode:
         fake = [
-            [mode.from_tensor(t) for t in (c.operand[0], *c.operand[1])]
+            OperandCopy.from_tensors(
+                q.format, *(mode.from_tensor(t) for t in (c.operand[0], *c.operand[1]))
+            )
             for c in (q.rowwise, q.columnwise)
         ]
         x, offs = mode.from_tensor(operands()[0]), mode.from_tensor(q.offs)
         step = Step(0)
-        Probe("layer", ("input",), step).see(
-            "input", x, Copies([x]) if fmt is None else Copies(*fake), fmt, offs
-        )
-    assert all(f.sums.shape == (3, 7) and f.maxima.shape == (3, 2) for f in step.found.values())
+        quantized = QuantizedOperand(*([OperandCopy(x)] if fmt is None else fake))
+        Probe("layer", ("input",), step).observe("input", x, quantized, fmt, offs)
+    assert all(
+        f.sums.shape == (3, 7) and f.maxima.shape == (3, 2) for f in step.statistics.values()
+    )
 
 
 @pytest.fixture
@@ -370,7 +377,7 @@ def forward(model):
 @pytest.fixture
 def inspector(model):
     """An inspector that has recorded two steps of one role of one layer, and has ended."""
-    inspector = inspect(model, layers=["*.down"], roles=["input"])
+    inspector = inspect_quantization(model, layers=["*.down"], roles=["input"])
     with inspector:
         for _ in range(2):
             with torch.no_grad():
@@ -387,15 +394,15 @@ def test_steps_of_selected_layers(inspector, model):
 
 def test_a_layer_has_one_inspector_at_a_time(model):
     with (
-        inspect(model, layers=["*.down"]),
+        inspect_quantization(model, layers=["*.down"]),
         pytest.raises(RuntimeError, match="a.down is inspected already"),
-        inspect(model),
+        inspect_quantization(model),
     ):
         pass
 
 
 def test_copies_of_an_inspected_model_are_not_inspected(model):
-    with inspect(model, layers=["*.down"]) as inspector:
+    with inspect_quantization(model, layers=["*.down"]) as inspector:
         forward(pickle.loads(pickle.dumps(copy.deepcopy(model))))
         inspector.step()
     assert inspector.records() == []
@@ -436,12 +443,21 @@ def test_inspect_checks_its_arguments():
         ({"layers": ["up"]}, ValueError, "layers: 'up' is none of GroupedLinear"),
     ):
         with pytest.raises(error, match=message):
-            inspect(layer, **options)
+            inspect_quantization(layer, **options)
 
 
 def test_tables_need_a_recorded_step():
     layer = make_layer(recipes.BF16())
     with pytest.raises(ValueError, match="no step was looked at"):
-        inspect(layer).table()
+        inspect_quantization(layer).table()
     with pytest.raises(ValueError, match="step 3 was not looked at"):
-        inspect(layer).summary(3)
+        inspect_quantization(layer).summary(3)
+
+
+def test_old_names_of_the_inspector_warn():
+    with pytest.warns(DeprecationWarning, match=r"use grouped\.inspect\.inspect_quantization"):
+        assert grouped.debug.inspect is inspect_quantization
+    with pytest.warns(DeprecationWarning, match=r"use grouped\.inspect\.inspect_quantization"):
+        assert grouped.inspect.inspect is inspect_quantization
+    with pytest.warns(DeprecationWarning, match=r"use grouped\.inspect\.check_offsets"):
+        assert grouped.debug.check_offsets is grouped.inspect.check_offsets

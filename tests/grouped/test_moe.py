@@ -289,7 +289,7 @@ def test_gradients_are_quantized_by_the_op_that_computes_them(recipe, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(experts, "_quantizes_gradients", lambda *_: False)
             assert_all_same(steps(moe), got)
-        with grouped.inspect.inspect(moe):
+        with grouped.inspect.inspect_quantization(moe):
             assert_all_same(step(moe, tokens(seed=0)), got[: 2 + len([*moe.parameters()])])
         # Under delayed scaling the first step's scales come from the plain gradient.
         assert len(calls) == (3 - recipe.takes_scales) * is_fused
@@ -421,7 +421,7 @@ def test_gradients_with_frozen_parameters(recipe):
 def test_an_inspector_records_every_operand_of_the_experts():
     moe = make_moe(recipes.NVFP4RowScaled())
     want = step(moe, tokens())
-    inspector = grouped.inspect.inspect(moe)
+    inspector = grouped.inspect.inspect_quantization(moe)
     with inspector:
         assert_all_same(step(moe, tokens()), want)
     recorded = {(e["layer"], e["role"], e["direction"]) for e in inspector.summary()}

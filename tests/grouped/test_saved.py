@@ -8,7 +8,7 @@ import torch
 import grouped
 from cute_kernels.layout.buffers import buffers
 from grouped import recipes
-from grouped.functional.linear_passes import LinearCall
+from grouped.functional.linear_call import LinearCall
 from grouped.nn import GroupedLinear, GroupedMLP, MoE
 from perf.measure.memory import Saved, Sizes, measure, saved_by
 from tests.helpers import BF16, E4M3, F32, I32, offs_tensor, sample

@@ -162,9 +162,9 @@ def test_the_lens_waits_for_nothing_and_sees_what_it_sees_on_a_cpu(recipe):
     def looked(device):
         layer, x, offs = make_layer(recipe, device), make_input(device), ends(SPLITS[0], device)
         plain = step(layer, x, offs)
-        with grouped.inspect.inspect(layer):
+        with grouped.inspect.inspect_quantization(layer):
             step(layer, x, offs)  # Loads kernels.
-        lens = grouped.inspect.inspect(layer)
+        lens = grouped.inspect.inspect_quantization(layer)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if device == CUDA else "default")
         try:

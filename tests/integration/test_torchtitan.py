@@ -201,7 +201,7 @@ def test_overrides_of_experts(logged):
     ):
         with pytest.raises(ValueError, match=message):
             apply_overrides(OverrideConfig(imports=[(ours, options)]), tree_of(1))
-    with pytest.raises(ValueError, match="does not take CuteGroupedExperts.*left it as it is"):
+    with pytest.raises(ValueError, match="does not apply to CuteGroupedExperts.*left it unchanged"):
         apply_overrides(
             OverrideConfig(imports=[(ours, {"after": fused})]), converted("FP8Block", tree_of(1))
         )

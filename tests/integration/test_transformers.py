@@ -255,7 +255,7 @@ def test_what_a_prepared_model_says(tmp_path):
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="keeps scales from step to step"):
+    with pytest.raises(ValueError, match="scales that last from step to step"):
         integration.register(mine=recipes.FP8Delayed())
     with pytest.raises(TypeError, match="recipe"):
         integration.register(mine="bf16")

@@ -189,13 +189,13 @@ class Product:
                 codes, scales = values, None
             tensors += [codes, scales, amax]
         if isinstance(self.config, Sm100GemmConfig) and self.config.pow2_scales:
-            before = ScaleTilesConfig.before(self.config)
+            before = ScaleTilesConfig.for_gemm(self.config)
             places = ((1, before.a_squares), (4, before.b_squares))
             tiles = [scale_tiles(tensors[i], is_square) for i, is_square in places]
             made = [torch.full(t.shape, _POISON, dtype=U8) for t in tiles]
             compiled(before)(tensors[1], made[0], tensors[4], made[1], 0, num_sms)
             tensors[1], tensors[4] = made
-        counter = offs.new_zeros(1) if self.config.mixes_groups else None
+        counter = offs.new_zeros(1) if self.config.uses_dynamic_scheduling else None
         given = {"offs": offs, "rows": None, "bias": bias, "alpha": alpha, "out": out}
         return GemmArguments(*tensors, **given, num_sms=num_sms, counter=counter)
 

@@ -47,11 +47,11 @@ CURRENT = [record for record in RECORDS if record.commit == NEW[0]]
 
 
 def save_numerics(path):
-    """What two experts' layer loses in two steps, as ``grouped.inspect.inspect`` saves it."""
+    """What two experts' layer loses in two steps, as ``grouped.inspect.inspect_quantization`` saves it."""
     torch.manual_seed(0)
     options = {"bias": False, "recipe": grouped.recipes.MXFP8(), "dtype": torch.bfloat16}
     model = torch.nn.ModuleDict({"up": grouped.nn.GroupedLinear(2, 64, 32, **options)})
-    with grouped.inspect.inspect(model) as lens:
+    with grouped.inspect.inspect_quantization(model) as lens:
         for _ in range(2):
             model["up"](torch.randn(9, 64).bfloat16(), torch.tensor([3, 9], dtype=torch.int32))
             lens.step()

@@ -1,6 +1,6 @@
 import pytest
 
-from perf.cases import HEADLINE, MODELS, ROUTINGS, ends_of, split_rows
+from perf.cases import HEADLINE, MODELS, ROUTINGS, end_rows_of, split_rows
 
 #: (N, K) of both layers and experts of a rank, from the models' cards.
 PUBLISHED = {
@@ -40,7 +40,7 @@ def test_rows_add_up_and_are_repeatable(routing, groups, rows):
     sizes = split_rows(routing, groups, rows, seed=3)
     assert len(sizes) == groups and sum(sizes) == rows and min(sizes) >= 0
     assert sizes == split_rows(routing, groups, rows, seed=3)
-    assert ends_of(sizes)[-1] == rows
+    assert end_rows_of(sizes)[-1] == rows
 
 
 def test_routings_are_what_they_say():

@@ -4,7 +4,7 @@ import pytest
 
 from perf import committed, compare
 from perf.__main__ import main
-from perf.records import pooled, write
+from perf.records import pool_runs, write
 
 from .test_records import BASE
 
@@ -65,8 +65,12 @@ def test_three_runs_say_themselves_how_much_they_differ():
     worse = [replace(r, value=1.05 * r.value, commit="b", time="9") for r in wide]
     assert verdicts(wide[:1], worse[:1]) == ["same"]
     assert verdicts(wide, worse) == ["worse"]
-    assert (pooled(wide).value, pooled(wide).spread, pooled(wide).repeats) == (100.0, 2.0, 3)
-    assert pooled(wide[:2]) == wide[1] and pooled([*wide, worse[0]]) == worse[0]
+    assert (pool_runs(wide).value, pool_runs(wide).spread, pool_runs(wide).repeats) == (
+        100.0,
+        2.0,
+        3,
+    )
+    assert pool_runs(wide[:2]) == wide[1] and pool_runs([*wide, worse[0]]) == worse[0]
 
 
 def test_exit_status(tmp_path, capsys):
@@ -107,12 +111,12 @@ def test_renewing_keeps_the_history_of_what_changed():
     peer = replace(gone, contender="torch")
     now = [replace(r, commit="d", time="9") for r in (was, same)]
     now[0] = replace(now[0], value=1)
-    found = committed.renewed([was, same, gone, peer], now)
+    found = committed.renew([was, same, gone, peer], now)
     assert found == [was, same, peer, now[0]]
-    assert committed.renewed(found, now) == found
+    assert committed.renew(found, now) == found
     # Back to where it was: that is a change, too.
     back = replace(was, commit="e", time="99")
-    assert committed.renewed(found, [back, same])[-1] is back
+    assert committed.renew(found, [back, same])[-1] is back
 
 
 def test_renewing_is_of_the_whole_record():

@@ -11,9 +11,9 @@ import pytest
 from perf.__main__ import main
 from perf.compare import compare
 from perf.dashboard.badge import badge, speedups
+from perf.dashboard.entries import commits_of, history_of, payload, roofs_of
 from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import _plotly, page
-from perf.dashboard.things import commits_of, history_of, payload, roofs_of
 from perf.records import RESULTS, latest, read, write
 
 from .dashboard_records import CURRENT, OLD, RECORDS, all_committed, save_numerics
@@ -47,11 +47,11 @@ def test_all_newest_numbers_are_in_the_page():
     fields = ["suite", "quantity", "unit", "protocol", "kind", "contender", "format"]
     fields += ["value", "spread", "error", "bytes", "flops"]
     rows = [[getattr(r, n) for n in fields] + [r.case, r.gpu or r.machine] for r in latest(RECORDS)]
-    things = payload(RECORDS)["things"]
-    found = [[t[n] for n in (*fields, "case", "place")] for t in things]
+    entries = payload(RECORDS)["entries"]
+    found = [[t[n] for n in (*fields, "case", "device")] for t in entries]
     assert sorted(map(repr, found)) == sorted(map(repr, rows))
-    things = payload(all_committed())["things"]
-    assert len(things) == len({record.key for record in all_committed()})
+    entries = payload(all_committed())["entries"]
+    assert len(entries) == len({record.key for record in all_committed()})
 
 
 def test_history_says_what_compare_says():
@@ -60,17 +60,17 @@ def test_history_says_what_compare_says():
     changed = [(c.record, c) for c in changes if c.old is not None]
     wanted = {(r.contender, r.case["rows"]): (c.old, c.new, c.verdict) for r, c in changed}
     found = {}
-    for thing in data["things"]:
-        if "history" in thing:
-            old, new = thing["history"]
+    for entry in data["entries"]:
+        if "history" in entry:
+            old, new = entry["history"]
             assert (old["commit"], new["commit"]) == (OLD[0], "bbbbbbb")
-            found[thing["contender"], thing["case"]["rows"]] = (
+            found[entry["contender"], entry["case"]["rows"]] = (
                 old["value"],
                 new["value"],
                 new["verdict"],
             )
             assert new["verdict"] == {"ours, prepacked": "worse", "torch": "better"}.get(
-                thing["contender"], "same"
+                entry["contender"], "same"
             )
     assert found == wanted
 
@@ -93,14 +93,14 @@ def test_runs_of_one_commit_are_one_step():
 
 
 def test_kernels_and_variants():
-    things = payload(RECORDS)["things"]
+    entries = payload(RECORDS)["entries"]
     gemm = "gemm nvfp4:row_scaled x nvfp4, fprop"
-    assert {t["kernel"] for t in things if t["kernel"]} == {
+    assert {t["kernel"] for t in entries if t["kernel"]} == {
         "quantize nvfp4, row",
         gemm,
         f"{gemm}, prepacked",
     }
-    assert {t["contender"] for t in things if t["variant"]} == {"ours, tile 128x16"}
+    assert {t["contender"] for t in entries if t["variant"]} == {"ours, tile 128x16"}
 
 
 def test_roofs_are_measured_or_said_to_be_published():

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
+from perf.dashboard.entries import payload
 from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import page
-from perf.dashboard.things import payload
 
 from .dashboard_records import CURRENT, RECORDS, all_committed, save_numerics
 
@@ -19,7 +19,7 @@ OPTIONS = (
     " --enable-logging=stderr --virtual-time-budget=5000 --dump-dom"
 )
 KERNEL = "kernel=gemm+nvfp4:row_scaled+x+nvfp4,+fprop"
-CASE = "view=case&case=" + next(t["caseId"] for t in payload(RECORDS)["things"] if "history" in t)
+CASE = "view=case&case=" + next(t["caseId"] for t in payload(RECORDS)["entries"] if "history" in t)
 PLOTS = [f"view={name}" for name in ("tokens", "rooflines", "history", "numerics")]
 MADE = ("", *PLOTS, CASE, KERNEL, "suite=gemm&contender=torch")
 
@@ -58,7 +58,10 @@ def test_views_are_drawn(folder, which, view):
     titles, text, main = shown(folder, which, view)
     assert len(titles) == 1 and "<td" in main
     assert not re.search(
-        "Nothing|undefined" if "numerics" in view else "Nothing|NaN|undefined", text
+        "No records|no points|undefined"
+        if "numerics" in view
+        else "No records|no points|NaN|undefined",
+        text,
     )
     # Plotly draws each point of the tables below its plots.
     tables = re.findall(r"(?s)<details.*?</details>", main)

@@ -67,7 +67,13 @@ def test_times_follow_the_formula(fitted):
     found = replace(fitted, values=values, spread=0.0)
     memory, core = 300.0, 400.0
     kernel = Kernel(
-        *("", "product", memory * 4.25e6, 390 * 1270e6, 390 * 1270e6, "fp8", "multiply fp8, fp8"),
+        name="",
+        kind="product",
+        bytes=memory * 4.25e6,
+        useful=390 * 1270e6,
+        flops=390 * 1270e6,
+        mma_type="fp8",
+        multiply="multiply fp8, fp8",
         waves=10,
     )
     total, by = found.time(kernel, H200)
@@ -103,7 +109,7 @@ def test_it_prints_a_plan(capsys):
     steps = dict(re.findall(r"^(\w+)  .*?([\d.]+) \(", text, re.MULTILINE))
     assert f"Fastest step: {min(steps, key=lambda name: float(steps[name]))}, " in text
     assert steps.keys() == {"BF16", "NVFP4"}
-    for words in ("fitted", "SwiGLU backward", "saved of activations", "held out"):
+    for words in ("fitted", "SwiGLU backward", "saved of activations", "held-out"):
         assert words in text
 
 
@@ -121,7 +127,7 @@ def test_plans_add_up(records, fitted):
 
 def test_recipes_say_which_sizes_they_do_not_take(capsys):
     assert main(["explain", *SIZES, "--hidden", "40", "--recipe", "BF16,NVFP4"]) == 0
-    assert "NVFP4 does not take these sizes: hidden must be a multiple of 16, got 40" in (
+    assert "NVFP4 does not accept these sizes: hidden must be a multiple of 16, got 40" in (
         capsys.readouterr().out
     )
     assert main(["explain", *SIZES, "--hidden", "40", "--recipe", "NVFP4"]) == 1

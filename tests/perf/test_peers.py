@@ -122,10 +122,10 @@ alternating = {"swiglu": lambda z: layer.swiglu(torch.cat((z[:, ::2], z[:, 1::2]
 def test_quacks_experts(passes, monkeypatch):
     """Each way that its functions are put together gives what fp32 does."""
     monkeypatch.setattr(quack, "_interface", FakeQuack)
-    peer, style = quack.PEER({}), moe.OWN["DeepSeek-V3"]
+    peer, style = quack.PEER({}), moe.MOE_OPTIONS["DeepSeek-V3"]
     works = [layer.LayerWork("mlp", moe.TINY, 60, "zipf", passes, CPU)]
     works += [
-        moe.MoEWork("moe", moe.TINY, 30, "random", passes, CPU, own=own) for own in ({}, style)
+        moe.MoEWork("moe", moe.TINY, 30, "random", passes, CPU, options=own) for own in ({}, style)
     ]
     works.append(moe.ExpertsWork(moe.TINY, 30, "random", passes, CPU))
     for work, offered in zip(
@@ -135,7 +135,9 @@ def test_quacks_experts(passes, monkeypatch):
         assert error_of(contender) <= 0.02
     assert not list(
         peer.mixtures(
-            moe.MoEWork("moe", moe.TINY, 30, "random", passes, CPU, own=moe.OWN["gpt-oss-120b"])
+            moe.MoEWork(
+                "moe", moe.TINY, 30, "random", passes, CPU, options=moe.MOE_OPTIONS["gpt-oss-120b"]
+            )
         )
     )
 

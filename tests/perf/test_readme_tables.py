@@ -55,8 +55,8 @@ def test_cells_show_median_spread_and_share():
     assert "| 1 | 141 ± 2 | 616.0 ± 0.05 us | 71 % |" in text
     assert "| 2 |" not in text
     assert "NVIDIA H200; sustained; medians of 7." in text
-    assert "at most 1.1 %" in text and "spread was not kept" not in text
-    assert "Records of cd73e60 (2026-11-20)." in text
+    assert "at most 1.1 %" in text and "spread" not in text.splitlines()[-1]
+    assert "Measured 2026-11-20 (commit cd73e60)." in text
 
 
 def test_the_newest_record_counts_and_other_runs_are_marked():
@@ -64,12 +64,12 @@ def test_the_newest_record_counts_and_other_runs_are_marked():
     others = [changed(case={"rows": 64}), changed(case={"rows": 64}, contender="torch")]
     text = readme.render(TABLE, [newer, RECORD, *others])
     assert "| 1 | 100¹ |  | 100 %¹ |" in text
-    assert "Of some records the spread was not kept." in text
-    assert "Records of cd73e60 (2026-11-20); ¹fffffff, noted (2026-11-21)." in text
+    assert "The spread of some records is unknown." in text
+    assert "Measured 2026-11-20 (commit cd73e60); ¹2026-11-21 (commit fffffff, from notes)." in text
 
 
 def test_kinds_never_mix():
-    any_kind = replace(TABLE, where={"suite": "gemm"})
+    any_kind = replace(TABLE, conditions={"suite": "gemm"})
     with pytest.raises(ValueError, match="mixes cpu and gpu"):
         readme.render(any_kind, [RECORD, changed(kind="cpu", contender="torch")])
 

@@ -5,12 +5,12 @@ import pytest
 
 from perf.__main__ import main
 from perf.contender import Contender, Task
-from perf.dashboard.things import roofs_of
+from perf.dashboard.entries import roofs_of
 from perf.measure import meter_of
 from perf.measure.base import Measurement
 from perf.records import FAILURE, RESULTS, load, write
-from perf.roofs import PUBLISHED, impossible, published
-from perf.run import Choice, Report, measure_task, print_report
+from perf.roofs import PUBLISHED, published, why_impossible
+from perf.run import Report, Selection, measure_task, print_report
 from perf.traffic import layer_work
 
 from .test_records import BASE
@@ -22,7 +22,7 @@ METER = meter_of("reference", "", True, {})
 
 
 def changed(**fields):
-    return impossible(replace(PRODUCT, **fields))
+    return why_impossible(replace(PRODUCT, **fields))
 
 
 def test_more_bytes_than_the_memory_moves_are_refused():
@@ -136,7 +136,9 @@ def test_bytes_of_the_case_would_be_refused():
     assert found
     for record in found:
         of_case = layer_work(record.case, "torch", "BF16").bytes
-        assert impossible(record) == "" and "TB/s" in impossible(replace(record, bytes=of_case))
+        assert why_impossible(record) == "" and "TB/s" in why_impossible(
+            replace(record, bytes=of_case)
+        )
 
 
 @pytest.mark.parametrize("who", ["ours", "torch"])
@@ -155,7 +157,7 @@ def test_an_impossible_record_is_not_kept(who, capsys):
     facts = {"kind": "gpu", "gpu": "NVIDIA H200"}
     with unittest.mock.patch.object(METER, "measure", lambda contenders, runs: times):
         found = measure_task(
-            Task("s", {"rows": 1}, lambda copy: [fast, slow]), METER, facts, Choice(), report
+            Task("s", {"rows": 1}, lambda copy: [fast, slow]), METER, facts, Selection(), report
         )
     assert [(r.contender, r.quantity) for r in found] == [
         ("slow", "eager time"),

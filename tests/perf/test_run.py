@@ -18,7 +18,7 @@ from perf.operands import Operands
 from perf.peers import all_peers
 from perf.peers.pytorch import PEER
 from perf.records import FAILURE, read
-from perf.run import Choice, Report, measure_suite, measure_task
+from perf.run import Report, Selection, measure_suite, measure_task
 from perf.suites import gemm, layer, moe
 from perf.suites.base import Options, element_bytes
 from perf.suites.quantize import Input, Quantization
@@ -26,7 +26,7 @@ from tests.helpers import has_compiler
 
 CPU = torch.device("cpu")
 SHAPE = GroupedShape("small", "up", 3, 64, 32)
-METER, ALL = meter_of("reference", "", True, {}), Choice()
+METER, ALL = meter_of("reference", "", True, {}), Selection()
 
 
 def contender(name, value, bound=0.1, raises=None):
@@ -101,7 +101,7 @@ def test_contenders_are_chosen_by_name_and_format():
         ("", "g"): [],
         ("s$", "f"): ["ours"],
     }.items():
-        found, _ = measured(task, Choice(contender=who, format=fmt))
+        found, _ = measured(task, Selection(contender=who, format=fmt))
         assert [r.contender for r in found] == wanted
     assert task.matches("rows=1$") and not task.matches("rows=2")
 
@@ -139,7 +139,7 @@ def test_least_bytes_count_each_input_once():
     # SwiGLU halves the columns.
     data, fmt = Input(8, 64, 1, CPU), grouped.FP8()
     for activates, moved in ((False, 2 + 1), (True, 2 + 0.5)):
-        assert Quantization("row", False, activates).moved(data, fmt) == 8 * 64 * moved
+        assert Quantization("row", False, activates).moved_bytes(data, fmt) == 8 * 64 * moved
     assert (
         Operands(SHAPE, 40, "wgrad", "balanced", CPU).least_bytes(1, 2)
         == 40 * 64 + 40 * 32 * 2 + 3 * 64 * 32 * 2
@@ -227,7 +227,7 @@ def test_mixtures_on_the_reference(case):
 @pytest.mark.parametrize("name", ["host", "memory"])
 def test_suites_without_a_gpu(name):
     records = []
-    report = measure_suite(name, Options(quick=True), Choice(), records.extend)
+    report = measure_suite(name, Options(quick=True), Selection(), records.extend)
     assert not report.failed and not report.wrong
     assert records and {r.suite for r in records} == {name}
     if name == "host":

@@ -25,13 +25,13 @@ def test_parts_run(monkeypatch, capsys, part):
     monkeypatch.setattr(sanitize, "_WIDE", 512)
     monkeypatch.setattr(sanitize.ops, name, run)
     with cute_kernels.backend("reference"):
-        sanitize.PARTS[part]()
+        sanitize.FAMILIES[part]()
     assert "not here" not in capsys.readouterr().out
     pairs = [pair for pair in sanitize.PAIRS if pair.a and pair.b]
     wanted = {
         "quantize": sanitize.FORMATS,
-        "m_grouped": ["bfloat16", *(pair.b for pair in pairs if pair.fits("fprop"))],
-        "k_grouped": ["bfloat16", *(pair.a for pair in pairs if pair.fits("wgrad"))],
+        "m_grouped": ["bfloat16", *(pair.b for pair in pairs if pair.is_valid_for("fprop"))],
+        "k_grouped": ["bfloat16", *(pair.a for pair in pairs if pair.is_valid_for("wgrad"))],
     }
     assert called == set(wanted[part])
 
@@ -41,16 +41,16 @@ def test_mixtures_take_steps(monkeypatch, capsys):
     """Each in the recipes that are chosen; what a backend has no kernels for is said, and the
     others go on.
     """
-    assert set(sanitize.PARTS) == {*OPS, "mixture"}
+    assert set(sanitize.FAMILIES) == {*OPS, "mixture"}
     steps, step = [], sanitize.grouped.optim.AdamW.step
     monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
-    monkeypatch.setattr(sanitize, "_choice", sanitize._Choice("^MXFP8$"))
+    monkeypatch.setattr(sanitize, "_selection", sanitize._Selection("^MXFP8$"))
     monkeypatch.setattr(sanitize.grouped.optim.AdamW, "step", lambda self: steps.append(step(self)))
     for name, here in (("reference", True), ("emulated:sm_90a", False)):
         steps.clear()
         with cute_kernels.backend(name):
             sanitize.mixture()
-        mixtures = 1 + len(sanitize.OWN)
+        mixtures = 1 + len(sanitize.MOE_OPTIONS)
         assert (len(steps), capsys.readouterr().out.count("not here")) == (
             (mixtures, 0) if here else (0, mixtures)
         )
@@ -64,7 +64,7 @@ def test_shares_make_the_whole(monkeypatch):
     monkeypatch.setattr(sanitize, "force_tile", lambda t: tiles.append(t) or force_tile(t))
     with cute_kernels.backend("reference"):
         for share in range(2):
-            monkeypatch.setattr(sanitize, "_choice", sanitize._Choice("^fp8$", share, 2))
+            monkeypatch.setattr(sanitize, "_selection", sanitize._Selection("^fp8$", share, 2))
             sanitize.quantize()
             sanitize.k_grouped()
     assert set(tiles) == set(SM90_TILES) and len(tiles) == 2 * len(SM90_TILES)

@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels import ops
 from cute_kernels.formats import parse
-from perf.cases import OWN
+from perf.cases import MOE_OPTIONS
 from perf.measure import meter_of
 from perf.peers import all_peers
 from perf.records import RESULTS, SCHEMA, load, read, write
@@ -82,7 +82,7 @@ def test_a_mixture_reads_the_experts_that_tokens_chose():
     assert layer_work({**MIXTURE, "pass": TRAINING}, "ours", "BF16").flops == 3 * work.flops
     assert moved("BF16", case={**MIXTURE, "routing": "zipf"}) < moved("BF16", case=MIXTURE)
     own = {**MIXTURE, "model": "DeepSeek-V3", "scope": "model"}
-    shared = 3 * HIDDEN * OWN["DeepSeek-V3"]["shared_intermediate_size"]
+    shared = 3 * HIDDEN * MOE_OPTIONS["DeepSeek-V3"]["shared_intermediate_size"]
     assert moved("BF16", case=own) == pytest.approx(moved("BF16", case=MIXTURE) + 2 * shared)
     alone = moved("BF16", case={**MIXTURE, "scope": "experts"})
     assert alone == pytest.approx(2 * 64 * HIDDEN + 2 * 128 * HIDDEN + 2 * filled * (UP + DOWN))
@@ -92,7 +92,7 @@ def test_a_mixture_reads_the_experts_that_tokens_chose():
 def test_experts_that_have_rows_are_about_those_of_a_router(routing):
     shape = moe.MoEShape("m", 128, 256, 32, 4)
     work = moe.MoEWork("moe", shape, 64, routing, FORWARD, torch.device("cpu"))
-    (router, *_), _, _ = work.parts(work.weights)
+    (router, *_), _, _ = work.split_weights(work.weights)
     chosen = len(work.choose(work.x, router)[1].unique())
     assert _routed(work.case, 0)[2] == pytest.approx(chosen, rel=0.1)
 

@@ -1,5 +1,5 @@
 """A step of AdamW on fp32 masters, as ``reference.adamw`` states it, and all copies: teams update
-what they quantize.
+tile they quantize.
 
 Where groups have amaxes, which come before the first code, only these: the quantizer behind it
 reads the master again.
@@ -23,7 +23,7 @@ from .amax import AmaxKernels
 from .config import DTYPE_BYTES, AdamWConfig, AdamWTileConfig
 from .fakes import FakeBuffers
 from .tiles.fill import TileFiller
-from .tiles.geometry import Descriptor
+from .tiles.geometry import TileDescriptor
 from .tiles.kernel import TileQuantizer
 
 #: Elements of a warp's run: 16 KiB of each fp32 tensor, one atomic maximum.
@@ -39,7 +39,7 @@ _FIELDS = 8
 
 
 def _fake(x: Any, gradient: str) -> Update:
-    """Stands for what a fake master ``x`` is updated by."""
+    """Stands for tile a fake master ``x`` is updated by."""
     like = [
         compact(DSL_TYPES[dtype], *x.shape, align=32) for dtype in ("float32", "float32", gradient)
     ]
@@ -48,8 +48,8 @@ def _fake(x: Any, gradient: str) -> Update:
 
 def _rn(name: str, *operands: Float32) -> Float32:
     """An instruction that rounds to nearest even, once."""
-    places = ", ".join(f"${i}" for i in range(len(operands) + 1))
-    return asm(f"{name}.rn.f32 {places};", [Float32], operands)  # type: ignore[no-any-return]
+    addresses = ", ".join(f"${i}" for i in range(len(operands) + 1))
+    return asm(f"{name}.rn.f32 {addresses};", [Float32], operands)  # type: ignore[no-any-return]
 
 
 class Stepper:
@@ -90,14 +90,14 @@ class Stepper:
         self, master: cute.Tensor, by: Update, factors: tuple[Any, ...], element: Int64
     ) -> list[Uint32]:
         """Update the unit from ``element`` on in memory; words of its new master."""
-        places, numbers = [], []
+        addresses, numbers = [], []
         for tensor, dtype in zip((master, *by[:3]), self.dtypes, strict=True):
             size = DTYPE_BYTES[dtype]
-            places.append(tensor.iterator.toint() + element * size)
-            numbers.append(unpack_words(load_global(places[-1], self.unit * size // 4), dtype))
+            addresses.append(tensor.iterator.toint() + element * size)
+            numbers.append(unpack_words(load_global(addresses[-1], self.unit * size // 4), dtype))
         made = [self.made(factors, *of_one) for of_one in zip(*numbers, strict=True)]
         words = [pack_words(column, "float32") for column in zip(*made, strict=True)]
-        for place, column in zip(places[:3], words, strict=True):
+        for place, column in zip(addresses[:3], words, strict=True):
             store_global(place, column)
         return words[0]
 
@@ -131,7 +131,7 @@ class AdamWKernel(AmaxKernels):
     def fake_args(config: AdamWConfig) -> tuple[Any, ...]:
         fake = FakeBuffers("float32", "uniform")
         x = fake.x()
-        return (x, *_fake(x, config.gradient), fake.level(), Int32(1), env_stream())
+        return (x, *_fake(x, config.gradient), fake.global_scale(), Int32(1), env_stream())
 
     @cute.jit
     def __call__(self, *args: Any) -> None:
@@ -168,18 +168,21 @@ class UpdateFiller(TileFiller):
         self,
         x: cute.Tensor,
         by: Update,
-        what: Descriptor,
-        place: tuple[Int32, ...],
+        tile: TileDescriptor,
+        position: tuple[Int32, ...],
         rounds: Int32,
         table: None,
     ) -> None:
-        to, row, col, cols = place
+        to, row, col, cols = position
         factors = self.maker.factors(by)
         for n in cutlass.range(rounds, unroll=1):
             own = row + n * self.rows_at_once
-            if own < what.count:
+            if own < tile.num_rows:
                 self.store(
-                    to, n, 0, self.maker.step(x, by, factors, Int64(what.first + own) * cols + col)
+                    to,
+                    n,
+                    0,
+                    self.maker.step(x, by, factors, Int64(tile.first_row + own) * cols + col),
                 )
 
 

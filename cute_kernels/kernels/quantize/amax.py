@@ -13,15 +13,15 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_const
 
 from cute_kernels.device.absmax import absmax_packed, fmax, unpack_absmax, warp_max
 from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.groups import Grouping
+from cute_kernels.device.groups import GroupCursor
 from cute_kernels.device.launch import env_stream
 from cute_kernels.device.memory import load_global, load_global_if
 from cute_kernels.device.ptx import f32_as_bits
 
-from .activated_elements import ElementMaker, maker_of
+from .activated_elements import ElementMaker, element_maker
 from .config import DTYPE_BYTES, AmaxConfig
 from .fakes import FakeBuffers
-from .global_scales import LevelWriter
+from .global_scales import GlobalScaleWriter
 
 _LOAD_BYTES = 32
 _UNROLL = 4
@@ -43,8 +43,8 @@ class AmaxKernels:
     maker: ElementMaker | None
     #: The amax of numbers with a NaN among them is NaN.
     keeps_nan: bool = False
-    #: Writes the levels of ``begin_levels``.
-    levels: LevelWriter
+    #: Writes the levels of ``initialize_global_scales``.
+    levels: GlobalScaleWriter
 
     @cute.jit
     def launch_amax(
@@ -70,7 +70,7 @@ class AmaxKernels:
         self.clear(group_amax, other).launch(grid=grid, block=block, stream=stream)
 
     @cute.jit
-    def launch_levels(
+    def launch_global_scales(
         self,
         amaxes: tuple[cute.Tensor | None, ...],
         given: tuple[cute.Tensor | None, ...],
@@ -83,12 +83,12 @@ class AmaxKernels:
         then; of each copy.
         """
         grid, block = [num_sms, 1, 1], [_THREADS, 1, 1]
-        self.begin_levels(amaxes, given, scale_invs, scales).launch(
+        self.initialize_global_scales(amaxes, given, scale_invs, scales).launch(
             grid=grid, block=block, stream=stream
         )
 
     @cute.kernel
-    def begin_levels(
+    def initialize_global_scales(
         self,
         amaxes: tuple[cute.Tensor | None, ...],
         given: tuple[cute.Tensor | None, ...],
@@ -101,7 +101,7 @@ class AmaxKernels:
             if const_expr(amaxes[i] is not None):
                 for g in cutlass.range(tid, amaxes[i].shape[0], step, unroll=1):
                     amaxes[i][g] = Float32(0.0)
-                    self.levels.write_group(given[i], scale_invs[i], scales[i], g)
+                    self.global_scale_writer.write_group(given[i], scale_invs[i], scales[i], g)
 
     @cute.kernel
     def clear(self, group_amax: cute.Tensor, other: cute.Tensor | None) -> None:
@@ -121,10 +121,10 @@ class AmaxKernels:
         group_amax: cute.Tensor | None,
     ) -> None:
         row_bytes = x.shape[len(x.shape) - 1] * (x.element_type.width // 8)
-        groups = Grouping.of(x, offs)
+        groups = GroupCursor.from_tensors(x, offs)
         warps = cute.arch.grid_dim()[0] * (_THREADS // WARP_SIZE)
         warp = cute.arch.block_idx()[0] * (_THREADS // WARP_SIZE) + cute.arch.warp_idx()
-        last = groups.last_row()
+        last = groups.end_row()
         run = cutlass.max(_RUN_BYTES // row_bytes, Int32(1))
         index = (last + run - 1) // run - 1 - warp
         while index >= 0:
@@ -134,7 +134,7 @@ class AmaxKernels:
             while row < stop:
                 end = stop
                 if const_expr(group_amax is not None):
-                    group, group_end = groups.holding(row, group)
+                    group, group_end = groups.group_of_row(row, group)
                     end = cutlass.min(stop, group_end)
                 if const_expr(row_amax is None):
                     best = self.absmax(x, row, end)
@@ -196,7 +196,7 @@ class AmaxKernels:
             for i in range_constexpr(_UNROLL):
                 unit = first + i * WARP_SIZE
                 r = unit // units
-                places = self.maker.places(
+                places = self.maker.addresses(
                     x_at + r * x_bytes, (unit - r * units) * self.maker.unit, cols
                 )
                 inputs.append([load_global_if(at, 16, unit, count) for at in places])
@@ -237,7 +237,7 @@ class AmaxReducer(AmaxKernels):
     def __init__(self, config: AmaxConfig):
         self.dtype = config.dtype
         self.arch = config.arch
-        self.maker = maker_of(config)
+        self.maker = element_maker(config)
         self.keeps_nan = config.keeps_nan
 
     @staticmethod
@@ -246,8 +246,8 @@ class AmaxReducer(AmaxKernels):
         return (
             fake.x(config.prologue),
             fake.offs(),
-            fake.level(per_row=True) if config.per_row else None,
-            fake.level() if config.per_group else None,
+            fake.global_scale(per_row=True) if config.per_row else None,
+            fake.global_scale() if config.per_group else None,
             Int32(1),
             env_stream(),
         )

@@ -10,7 +10,7 @@ from cutlass import Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from cute_kernels.device.absmax import absmax_packed, unpack_absmax
 from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.groups import Grouping, next_item
+from cute_kernels.device.groups import GroupCursor, next_item
 from cute_kernels.device.hadamard import CHUNK, transform_words
 from cute_kernels.device.memory import load_global_if
 
@@ -50,7 +50,7 @@ class ChunkAmaxKernels(AmaxKernels):
         column_amax: cute.Tensor,
     ) -> None:
         cols = x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
-        groups = Grouping.of(x, offs)
+        groups = GroupCursor.from_tensors(x, offs)
         parts = (cols + (_STRIP - 1)) // _STRIP
         warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP_SIZE)
         item = cute.arch.block_idx()[0] * _WARPS + warp

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_const
 
 from cute_kernels.device.codecs import codec_of
 from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.groups import Grouping, next_item
+from cute_kernels.device.groups import GroupCursor, next_item
 from cute_kernels.device.launch import GridKernel, env_stream
 from cute_kernels.device.memory import load_global, load_global_if, store_global
 from cute_kernels.device.ptx import asm, bits_as_f32
@@ -90,7 +90,7 @@ class Dequantizer(GridKernel):
         fake = FakeBuffers(config.dtype, config.grouping, config.format)
         copy = (fake.codes_t(), fake.scales_t()) if config.columnwise else None
         codes, scales = copy or (fake.codes(), fake.scales())
-        level = fake.level(per_row=config.has_row_scale)
+        level = fake.global_scale(per_row=config.has_row_scale)
         return (codes, scales, level, fake.offs(), fake.x(), Int32(0), Int32(1), env_stream())
 
     @cute.kernel
@@ -103,7 +103,7 @@ class Dequantizer(GridKernel):
         out: cute.Tensor,
         fresh: Int32,
     ) -> None:
-        groups = Grouping.of(out, offs)
+        groups = GroupCursor.from_tensors(out, offs)
         cols = out.shape[len(out.shape) - 1]
         if const_expr(self.config.columnwise):
             parts = (cols + COLUMN_STRIP - 1) // COLUMN_STRIP
@@ -133,7 +133,7 @@ class Dequantizer(GridKernel):
                 item += step
         if const_expr(offs is not None):
             if fresh != 0:
-                self.clear_tail(out, groups.last_row())
+                self.clear_tail(out, groups.end_row())
 
     @cute.jit
     def clear_tail(self, out: cute.Tensor, first: Int32) -> None:

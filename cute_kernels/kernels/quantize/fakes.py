@@ -1,6 +1,6 @@
-"""Fake tensors that stand for the buffers of the layout contract when a kernel is compiled.
+"""Fake tensors that stand for the buffers of quantized tensors when a kernel is compiled.
 
-Extents that must agree at run time share one symbol; the compiled function checks them.
+Extents that must be equal at run time share one symbol; the compiled function checks them.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, 
 from cute_kernels.layout.slots import TILE_ROWS
 
 from .config import K_MULTIPLE
-from .global_scales import LEVEL_RESULTS
+from .global_scales import GLOBAL_SCALE_BUFFERS
 from .prologue import Prologue
 
 #: 32-byte vector stores; torch aligns its allocations to 64 bytes or more.
 _ALIGN = 32
-#: The type of a buffer of codes, by element.
+#: DSL type of a buffer of codes, by element type.
 _CODE_DTYPES = {"e2m1": Uint8, "e4m3": Float8E4M3FN, "e5m2": Float8E5M2}
 
 
@@ -28,8 +28,12 @@ def _compact(dtype: Any, *shape: Any) -> Any:
 
 
 class FakeBuffers:
-    """The buffers of one quantization with shared symbols, made on demand; without a format only
-    the plain side.
+    """Fake buffers of one quantized tensor, with shared symbols.
+
+    Args:
+        dtype: Data type of the plain tensor.
+        grouping: ``"ragged"`` or ``"uniform"``.
+        format: Canonical text of the format; None if only the plain tensor is needed.
     """
 
     def __init__(self, dtype: str, grouping: str, format: str | None = None):
@@ -43,11 +47,11 @@ class FakeBuffers:
         self.cols = cute.sym_int(divisibility=multiple)
         self.slot_tiles = cute.sym_int()
         self.scale_tiles = cute.sym_int()
-        #: The first dimension of what uniform groups have one each of.
+        #: Leading dimensions of buffers with one matrix per uniform group.
         self.lead = (self.groups,) if self.uniform else ()
 
     def x(self, prologue: Prologue | None = None) -> Any:
-        """(T, K), or (G, N, K); as wide as a prologue asks."""
+        """Return the input, (T, K) or (G, N, K); its width and dtype follow from the prologue."""
         if prologue is None:
             return self._plain(self.dtype, self.cols)
         wide = cute.sym_int(divisibility=2 * K_MULTIPLE) if prologue.is_gated else self.cols
@@ -56,7 +60,7 @@ class FakeBuffers:
         return self._plain(prologue.dtype, wide)
 
     def index(self, prologue: Prologue | None) -> Any:
-        """(T,) int32 rows, None if a prologue takes none."""
+        """Return (T,) int32 rows of the input, or None if the prologue does not gather."""
         return (
             compact(Int32, self.rows, align=4)
             if prologue is not None and prologue.gathered
@@ -64,14 +68,16 @@ class FakeBuffers:
         )
 
     def _plain(self, dtype: str, cols: Any) -> Any:
+        """Return a plain tensor with ``cols`` columns."""
         lead = (self.groups, self.rows_each) if self.uniform else (self.rows,)
         return _compact(DSL_TYPES[dtype], *lead, cols)
 
     def offs(self) -> Any:
+        """Return (G,) int32 end rows, or None if groups are uniform."""
         return None if self.uniform else compact(Int32, self.groups, align=4)
 
-    def level(self, per_row: bool = False) -> Any:
-        """(G,) fp32, or one a row; None if the format has no second level."""
+    def global_scale(self, per_row: bool = False) -> Any:
+        """Return (G,) or (T,) fp32 global scales; None if the format has none."""
         if self.fmt is not None and self.fmt.global_scale is None:
             return None
         # Uniform groups have G * N rows; no symbol says that.
@@ -79,39 +85,44 @@ class FakeBuffers:
         return compact(Float32, extent, align=4)
 
     def seed(self) -> Any:
+        """Return the (2,) int64 seed of stochastic rounding."""
         return compact(Int64, 2, align=8)
 
-    def results(self) -> tuple[Any, ...]:
-        """(G,) fp32 scale_inv, scale and amax, None each where the format does not keep it.
+    def global_scale_outputs(self) -> tuple[Any, ...]:
+        """Return (G,) fp32 scale_inv, scale and amax.
 
-        The amax is a result where scales are given.
+        Each is None if the format does not store it. The amax is an output only if the caller gives
+        scales.
         """
-        level = self.fmt.global_scale
-        kept = () if level is None else level.buffers
-        made = [name in kept for name in LEVEL_RESULTS] + [self.fmt.has_given_scale]
-        return tuple(self.level() if is_made else None for is_made in made)
+        global_scale = self.fmt.global_scale
+        stored = () if global_scale is None else global_scale.buffers
+        has_output = [name in stored for name in GLOBAL_SCALE_BUFFERS] + [self.fmt.has_given_scale]
+        return tuple(self.global_scale() if is_output else None for is_output in has_output)
 
     def codes(self) -> Any:
-        """The rowwise copy: (T, K) or (G, N, K) codes, of padded pitch."""
+        """Return the rowwise codes, (T, K) or (G, N, K), with a padded pitch."""
         width = self.cols
         if self.fmt.element.per_byte > 1:
             width = cute.sym_int(divisibility=self._bytes(self.fmt.k_multiple))
         return self._pitched(self.rows_each if self.uniform else self.rows, width)
 
     def _pitched(self, rows: Any, width: Any) -> Any:
+        """Return codes whose rows have an aligned pitch of their own."""
         stride = [cute.sym_int64(divisibility=PITCH_ALIGNMENT) for _ in (rows, *self.lead)]
         return make_fake_tensor(
             self._code_dtype(), (*self.lead, rows, width), (*stride[::-1], 1), assumed_align=_ALIGN
         )
 
     def values(self) -> Any:
-        """(T, K up to a multiple of 128) fp16."""
+        """Return fp16 values, (T, K rounded up to a multiple of 128)."""
         return _compact(Float16, self.rows, cute.sym_int(divisibility=PIECE_K))
 
     def scales(self) -> Any:
-        """(tiles, tiles along K, 512) uint8; or MN-major fp32, (blocks along K, P); or None.
+        """Return the rowwise block scales, with the group as a first dimension if uniform.
 
-        With the group first when uniform. Of square blocks MN-major ones are (P / block, blocks).
+        Returns:
+            (tiles, tiles along K, 512) uint8; or MN-major fp32, (blocks along K, P), of square
+            blocks (P / block, blocks); or None if blocks have no scales.
         """
         if self.fmt.scale is None:
             return None
@@ -120,15 +131,17 @@ class FakeBuffers:
         return self._scale_bytes(self.slot_tiles, self.scale_tiles)
 
     def codes_t(self) -> Any:
-        """The columnwise copy: (K, P) or (G, K, P) codes, or untransposed (P, K) or (G, P, K)."""
+        """Return the columnwise codes, ([G,] K, P), or ([G,] P, K) if not transposed."""
         slots = cute.sym_int(divisibility=self._bytes(TILE_ROWS))
         if self.fmt.columnwise == "transposed":
             return _compact(self._code_dtype(), *self.lead, self.cols, slots)
         return self._pitched(slots, self.cols)
 
     def scales_t(self) -> Any:
-        """(ceil(K/128), tiles along P, 512) uint8; or MN-major fp32, (P / block, K); or None; else
-        as ``scales``.
+        """Return the columnwise block scales, with the group as a first dimension if uniform.
+
+        Returns:
+            (ceil(K / 128), tiles along P, 512) uint8; or MN-major fp32, (P / block, K); or None.
         """
         if self.fmt.scale is None:
             return None
@@ -138,16 +151,22 @@ class FakeBuffers:
         column_tiles, block_tiles = cute.sym_int(), cute.sym_int(divisibility=along_rows)
         return self._scale_bytes(column_tiles, block_tiles)
 
-    def _mn_major(self, blocks: Any, along: Any) -> Any:
-        """fp32 scales of blocks, as many as ``along``; of square blocks in two dimensions."""
-        width = cute.sym_int() if self.fmt.is_2d else along
+    def _mn_major(self, blocks: Any, count: Any) -> Any:
+        """Return fp32 scales, ``blocks`` rows of ``count``.
+
+        Square blocks have a width of their own.
+        """
+        width = cute.sym_int() if self.fmt.is_2d else count
         return _compact(Float32, *self.lead, blocks, width)
 
     def _scale_bytes(self, *tiles: Any) -> Any:
+        """Return scale tiles."""
         return _compact(Uint8, *self.lead, *tiles, SF_TILE_BYTES)
 
     def _bytes(self, elements: int) -> int:
+        """Return the bytes of the codes of ``elements`` elements."""
         return elements * self.fmt.element.bits // 8
 
     def _code_dtype(self) -> Any:
+        """Return the DSL type of the codes."""
         return _CODE_DTYPES[self.fmt.element.name]

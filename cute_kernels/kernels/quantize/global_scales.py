@@ -1,16 +1,16 @@
-"""Second levels that a kernel writes for its caller."""
+"""Global scales that a kernel writes for its caller."""
 
 import cutlass
 from cutlass import Int32, cute
 
 from cute_kernels.device.codecs import Codec
 
-#: What the second level of some format keeps besides amaxes, in the order of kernels' arguments.
-LEVEL_RESULTS = ("scale_inv", "scale")
+#: Buffers of global scales besides amaxes, in the order of kernel arguments.
+GLOBAL_SCALE_BUFFERS = ("scale_inv", "scale")
 
 
-class LevelWriter:
-    """Writes the numbers that groups keep of their second level, those of empty groups too."""
+class GlobalScaleWriter:
+    """Writes the global-scale buffers of groups, including empty groups."""
 
     def __init__(self, codec: Codec):
         self.codec = codec
@@ -24,10 +24,16 @@ class LevelWriter:
         thread: Int32,
         num_threads: Int32,
     ) -> None:
-        """Write them, (G,) fp32 each, if the format keeps any; which of ``num_threads`` this is
-        says ``thread``.
+        """Write the buffers, if the format stores any, by all threads of the grid.
+
+        Args:
+            amax: (G,) fp32 input.
+            scale_inv: (G,) fp32 output, or None.
+            scale: (G,) fp32 output, or None.
+            thread: Index of the calling thread.
+            num_threads: Threads that share the work.
         """
-        if cutlass.const_expr(len(self.codec.level_names) > 0):
+        if cutlass.const_expr(len(self.codec.global_scale_names) > 0):
             for group in cutlass.range(thread, amax.shape[0], num_threads, unroll=1):
                 self.write_group(amax, scale_inv, scale, group)
 
@@ -38,7 +44,8 @@ class LevelWriter:
         scale: cute.Tensor | None,
         group: Int32,
     ) -> None:
-        results = dict(zip(LEVEL_RESULTS, (scale_inv, scale), strict=True))
-        numbers = self.codec.level_results(self.codec.global_scale(amax[group]))
-        for name, number in zip(self.codec.level_names, numbers, strict=True):
-            results[name][group] = number
+        """Write the numbers of one group."""
+        buffers = dict(zip(GLOBAL_SCALE_BUFFERS, (scale_inv, scale), strict=True))
+        numbers = self.codec.global_scale_outputs(self.codec.global_scale(amax[group]))
+        for name, number in zip(self.codec.global_scale_names, numbers, strict=True):
+            buffers[name][group] = number

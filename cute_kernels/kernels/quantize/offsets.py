@@ -1,6 +1,6 @@
 """End offsets of groups: the inclusive sum of their sizes, in one launch of one CTA.
 
-Offsets saturate at the ends of their type.
+Offsets saturate at the limits of their type.
 """
 
 from typing import Any
@@ -26,6 +26,7 @@ class OffsetsKernel:
 
     @staticmethod
     def fake_args(config: OffsetsConfig) -> tuple[Any, ...]:
+        """Return stand-ins for the arguments, see ``OffsetsConfig.kernel``."""
         groups = cute.sym_int()
         splits, out = (compact(DSL_TYPES[name], groups) for name in (config.splits, config.out))
         return (splits, out, Int64(1), env_stream())
@@ -34,7 +35,8 @@ class OffsetsKernel:
     def __call__(
         self, splits: cute.Tensor, out: cute.Tensor, multiplier: Int64, stream: Any
     ) -> None:
-        # Larger sums times the multiplier leave the type.
+        """Launch the kernel on one CTA."""
+        # Larger sums times the multiplier do not fit the type.
         limit = Int64(self.out.max) // multiplier
         self.kernel(splits, out, multiplier, limit).launch(
             grid=[1, 1, 1], block=[_THREADS, 1, 1], stream=stream
@@ -44,6 +46,14 @@ class OffsetsKernel:
     def kernel(
         self, splits: cute.Tensor, out: cute.Tensor, multiplier: Int64, limit: Int64
     ) -> None:
+        """Write the offsets.
+
+        Args:
+            splits: (G,) int32 or int64 sizes.
+            out: (G,) int32 or int64 offsets.
+            multiplier: Factor of every offset.
+            limit: Largest sum whose product with the multiplier fits the type of ``out``.
+        """
         smem = cutlass.memory.SmemAllocator()
         totals = smem.allocate_tensor(Int64, cute.make_layout((_WARPS, 2)), byte_alignment=8)
         tid = cute.arch.thread_idx()[0]
@@ -59,11 +69,11 @@ class OffsetsKernel:
                 totals[warp, buffer] = value
             # Two buffers: a warp that is a chunk ahead writes the other one.
             cute.arch.sync_threads()
-            before = warp_scan(totals[lane, buffer], lane)
+            warp_totals = warp_scan(totals[lane, buffer], lane)
             if warp > 0:
-                value += cute.arch.shuffle_sync(before, warp - 1)
+                value += cute.arch.shuffle_sync(warp_totals, warp - 1)
             value += carry
-            carry += cute.arch.shuffle_sync(before, _WARPS - 1)
+            carry += cute.arch.shuffle_sync(warp_totals, _WARPS - 1)
             if base + tid < count:
                 end = (value * multiplier).to(self.out)
                 if value > limit:

@@ -1,4 +1,4 @@
-"""What becomes of an input before it is quantized or summed, as a fact of a configuration."""
+"""Gather and activation that a kernel applies to its input before it quantizes or reduces it."""
 
 import dataclasses
 
@@ -8,12 +8,12 @@ from cute_kernels.formats.activations import Activation, parse_activation
 
 @dataclasses.dataclass(frozen=True)
 class Prologue:
-    """Elements are what an activation makes of rows of the input.
+    """Operation that computes the elements of a kernel from its input.
 
     Attributes:
-        dtype: name of the input's dtype; a configuration's ``dtype`` is that of the elements.
-        activation: text of the activation; None where elements are those of the input.
-        gathered: row r is made of the input's row index[r].
+        dtype: Data type of the input; the ``dtype`` of a configuration is that of the elements.
+        activation: Text of the activation, or None.
+        gathered: Row r of the elements comes from row index[r] of the input.
     """
 
     dtype: str
@@ -22,23 +22,26 @@ class Prologue:
 
     @property
     def record(self) -> Activation:
+        """Record of the activation."""
         assert self.activation is not None
         return parse_activation(self.activation)
 
     @property
     def is_gated(self) -> bool:
-        """Whether the activation is gated: the input has two columns an element."""
+        """True if the activation is gated: the input then has two columns per element."""
         return self.activation is not None and self.record.is_gated
 
     @property
     def num_inputs(self) -> int:
+        """Input elements per element."""
         return 1 + self.is_gated
 
     @property
     def bytes_read(self) -> int:
+        """Bytes of the input per element."""
         return DTYPE_BYTES[self.dtype] * self.num_inputs
 
     @property
     def unit(self) -> int:
-        """Elements that are made at once: what 16 bytes of an input are."""
+        """Elements that a lane computes at once: those of 16 bytes of input."""
         return 16 // DTYPE_BYTES[self.dtype]

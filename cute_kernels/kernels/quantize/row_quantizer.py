@@ -1,26 +1,29 @@
-"""The rowwise copy row by row: a row's amax and its codes from one read of the row.
+"""Quantizer of the rowwise copy, row by row: the amax and the codes of a row from one read.
 
-Work comes in packets of eight rows of a 128-row slot tile whose scales fill whole 32-byte sectors:
-rows 2p and 2p + 1 of each of its four quarters where scales lie in 128x4 tiles, rows that follow
-each other where they are MN-major. A team of warps takes a packet row by row (one warp takes
-several short rows at once), keeps the row in registers between the amax and the codes, collects the
-packet's scales in shared memory and writes them once, a sector a lane. Where the second level is
-per group it is given, and rows are on their own.
+Work comes in row batches: eight rows of a 128-row slot tile whose scales fill whole 32-byte
+sectors. If scales lie in 128x4 tiles, a batch has rows 2p and 2p + 1 of each of the tile's four
+quarters. If scales are MN-major, it has eight consecutive rows.
 
-A lane has pieces of 16 elements, so that its codes are stored beside its neighbours'. Of a longer
-block neighbouring lanes have a piece each, and take its amax by shuffles.
+A team of warps takes a batch row by row (one warp takes several short rows at once). It keeps the
+row in registers between the amax and the codes, collects the scales of the batch in shared memory
+and writes them once, one sector per lane. If the global scale is per group, it is an input, and
+rows do not depend on each other.
+
+A lane has chunks of 16 elements, so that it stores its codes beside those of its neighbours. If a
+block is longer, neighbouring lanes have one chunk of it each, and compute its amax by shuffles.
 
 Roles:     one loader warp, lane t serves team t | num_teams teams of warps_per_row warps.
-Pipeline:  rows, loader -> team: full: one arrival and the rows' bytes; empty: one arrival a warp.
-           Teams take packets with rows from a counter; rows past the end carry no bytes, and alone
-           no stage.
+Pipeline:  rows, loader -> team. full: one arrival and the bytes of the rows. empty: one arrival per
+           warp. Teams take batches that have rows from a counter. A row past the end of its group
+           carries no bytes, and no stage if it is alone.
 
-On an H200, 65536 x 7168 bf16: FP8 with given amaxes 96 % of a copy's rate, FP8Block 94, MXFP8 95.
-What an activation makes of bf16 there by a table, FP8Block of SwiGLU of 262144 x 1536 at 88 %.
+Measured on an H200 for 65536 x 7168 bf16, relative to the rate of a copy: FP8 with given amaxes 96
+%, FP8Block 94 %, MXFP8 95 %. FP8Block of SwiGLU of 262144 x 1536 bf16, with a table of factors: 88
+%.
 
-Counted by perf run counts at 1024 rows of bf16 on sm_100a, row-scaled NVFP4: 6.4 PTX instructions
-an element at K = 4096, 6.6 at 7168, 7.9 at 256; 2.00 bytes read. FP8 at 2048 rows of 4096: 3.46, of
-which 1.1 name pairs of registers and are nothing in machine code.
+Counted by ``perf run counts`` for 1024 rows of bf16 on sm_100a, row-scaled NVFP4: 6.4 PTX
+instructions per element at K = 4096, 6.6 at 7168, 7.9 at 256; 2.00 bytes read. FP8 for 2048 rows of
+4096: 3.46, of which 1.1 only name register pairs and are no machine instructions.
 """
 
 from typing import Any, NamedTuple
@@ -31,9 +34,9 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, c
 from cute_kernels.arch import get_arch
 from cute_kernels.device.absmax import absmax_words, fmax, warp_max
 from cute_kernels.device.activation_curves import TABLE_BYTES
-from cute_kernels.device.codecs import Level, codec_of
+from cute_kernels.device.codecs import GlobalScaleRegisters, codec_of
 from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.groups import Grouping, indexed
+from cute_kernels.device.groups import GroupCursor, indexed
 from cute_kernels.device.launch import env_stream
 from cute_kernels.device.memory import (
     bulk_load,
@@ -48,140 +51,166 @@ from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits, select
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.layout.slots import TILE_ROWS
 
-from .activated_elements import maker_of
+from .activated_elements import element_maker
 from .config import DTYPE_BYTES, K_MULTIPLE, RowsConfig
 from .fakes import FakeBuffers
-from .global_scales import LevelWriter
+from .global_scales import GlobalScaleWriter
 
-_PACKET_ROWS = 8
-_PACKETS = 16  # of a 128-row slot tile
+_BATCH_ROWS = 8
+_BATCHES = 16  # per 128-row slot tile
 _SECTOR = 32
 
 
-class SharedMemory(NamedTuple):
-    """Pointers into shared memory: stages of ``rows_per_warp`` rows, with ``packets`` saying what
-    begins in each.
+class RowSharedMemory(NamedTuple):
+    """Pointers into shared memory.
 
-    ``scales`` are bytes of each team's packet, row by row, ``partial`` amaxes of each warp's part
-    of a row, two deep; ``table`` is what elements are made by, ``taken`` how many packets of the
-    CTA are taken.
+    Attributes:
+        table: Table of activation factors, if any.
+        rows: Stages of ``rows_per_warp`` input rows.
+        scales: Scale bytes of each team's batch, row by row.
+        batches: A ``RowBatch`` per stage, for the batch that begins there.
+        partial: fp32 amaxes of each warp's share of a row, in two buffers.
+        full: Barriers of stages that the loader has filled.
+        empty: Barriers of stages that the team has read.
+        num_taken: Number of batches that the CTA has taken, int32.
     """
 
     table: cute.Pointer
     rows: cute.Pointer
     scales: cute.Pointer
-    packets: cute.Pointer
+    batches: cute.Pointer
     partial: cute.Pointer
     full: cute.Pointer
     empty: cute.Pointer
-    taken: cute.Pointer
+    num_taken: cute.Pointer
 
 
 class Output(NamedTuple):
-    """The buffers of the copy; ``amax`` is an input where it is per group, and may be missing."""
+    """Buffers of the rowwise copy.
+
+    Attributes:
+        amax: (T,) fp32 output, or (G,) fp32 input, or None.
+        codes: (T, K) or (G, N, K) codes.
+        scales: Block scales as ``layout.buffers`` describes them, or None.
+    """
 
     amax: cute.Tensor | None
     codes: cute.Tensor
     scales: cute.Tensor | None
 
 
-class Packet(NamedTuple):
-    """What a stage says of the packet that begins in it.
+class RowBatch(NamedTuple):
+    """The batch that begins in a stage.
 
-    ``item`` is ``_PACKETS`` times the number of its slot tile, ``first`` the matrix row of that
-    tile's first row, ``count`` the rows of the tile that exist; none end the work.
+    Attributes:
+        item: Number of the batch: ``_BATCHES`` times the slot tile, plus the batch in the tile.
+        first_row: Matrix row of the first row of the slot tile.
+        num_rows: Rows of the slot tile that exist; 0 ends the work.
+        group: Group of the slot tile.
     """
 
     item: Int32
-    first: Int32
-    count: Int32
+    first_row: Int32
+    num_rows: Int32
     group: Int32
 
 
 class Lane(NamedTuple):
-    """Where a thread is in its team.
+    """Position of a thread in its team, and addresses that it uses.
 
-    ``lane`` counts in the team; ``part`` is which of the rows that the team holds at once, shared
-    by lanes ``of_row``. ``staged`` is where in shared memory the team's scale bytes are, ``places``
-    where the ``num_places`` rows go that a token is written to.
+    Attributes:
+        team: Team in the CTA.
+        warp: Warp in the CTA.
+        lane: Thread in the team.
+        row_in_team: Which of the rows that the team holds at once the thread works on.
+        lane_in_row: Thread among those that share the row.
+        num_chunks: Chunks of a row.
+        scales_address: Shared-memory address of the team's scale bytes.
+        table: Shared-memory address of the table of activation factors, if any.
+        destinations: Shared-memory address of the output rows of a token (``token_quantizer``).
+        num_destinations: Number of those rows.
     """
 
     team: Int32
     warp: Int32
     lane: Int32
-    part: Int32 | int
-    of_row: Int32
-    num_pieces: Int32
-    staged: Int32
+    row_in_team: Int32 | int
+    lane_in_row: Int32
+    num_chunks: Int32
+    scales_address: Int32
     table: Int32 | None = None
-    places: Int32 | int = 0
-    num_places: Int32 | int = 0
+    destinations: Int32 | int = 0
+    num_destinations: Int32 | int = 0
 
 
 class RowsQuantizer:
-    """Persistent quantizer by rows, see the module."""
+    """Persistent kernel that quantizes rows, see the module."""
 
     def __init__(self, config: RowsConfig):
         self.config = config
         self.dtype = config.dtype
         self.arch = config.arch
         self.codec = codec_of(config.format, config.dtype, config.arch)
-        self.levels = LevelWriter(self.codec)
-        #: What a lane takes at once: a block, or its part of one that ``sharing`` lanes have.
-        self.piece = min(self.codec.block, K_MULTIPLE)
-        #: Pieces that are looked at together, whether the row has all of them.
-        self.at_once = 2
+        self.global_scale_writer = GlobalScaleWriter(self.codec)
+        #: Elements of a lane chunk: a block, or a share of one that ``lanes_per_block`` lanes have.
+        self.chunk_size = min(self.codec.block, K_MULTIPLE)
+        #: Chunks that share one check against the end of the row.
+        self.chunks_at_once = 2
         if (
             get_arch(config.arch).has_f32x2
             and not self.codec.has_scales
             and config.rows_per_warp <= 4
         ):
-            # Of 16-bit types a 16-byte chunk, which eight lanes of a row read without conflicts in
-            # the order of their codes.
-            self.piece, self.at_once = 8, 8 if config.is_light else 4
-        self.sharing = self.codec.block // self.piece if self.codec.has_scales else 1
-        self.maker = maker_of(config)
+            # 16 bytes of 16-bit types: eight lanes of a row read them without bank conflicts in the
+            # order of their codes.
+            self.chunk_size, self.chunks_at_once = 8, 8 if config.is_light else 4
+        self.lanes_per_block = self.codec.block // self.chunk_size if self.codec.has_scales else 1
+        self.maker = element_maker(config)
         self.table = None if self.maker is None else self.maker.table
-        self.piece_words = self.piece * DTYPE_BYTES[config.dtype] // 4
+        self.chunk_words = self.chunk_size * DTYPE_BYTES[config.dtype] // 4
         prologue = config.prologue
-        #: Bytes that a piece takes of each input.
-        self.piece_bytes = self.piece * DTYPE_BYTES[prologue.dtype if prologue else config.dtype]
+        #: Bytes that a chunk takes of each input.
+        self.chunk_bytes = (
+            self.chunk_size * DTYPE_BYTES[prologue.dtype if prologue else config.dtype]
+        )
         self.team_threads = config.warps_per_row * WARP_SIZE
         self.lanes_per_row = self.team_threads // config.rows_per_warp
-        self.pieces_per_lane = config.max_cols // self.piece // self.lanes_per_row
+        self.chunks_per_lane = config.max_cols // self.chunk_size // self.lanes_per_row
         #: Bytes of the longest row of the input.
-        self.row_pitch = config.max_cols * self.piece_bytes // self.piece
+        self.row_pitch = config.max_cols * self.chunk_bytes // self.chunk_size
         if self.maker:
             self.row_pitch = self.maker.row_bytes(config.max_cols)
         self.stage_bytes = self.row_pitch * config.rows_per_warp
-        #: Bytes of a scale, and of those of a row.
+        #: Bytes of a scale, and of the scales of a row.
         self.scale_bytes = self.codec.fmt.scale.element.bits // 8 if self.codec.has_scales else 1
         self.scale_pitch = config.max_cols // self.codec.block * self.scale_bytes
         self.num_slots = config.num_teams * config.num_stages
-        #: Words that ``SharedMemory.packets`` takes.
+        #: Words of ``RowSharedMemory.batches``.
         self.table_words = 4 * self.num_slots
         self.num_threads = (config.num_compute_warps + 1) * WARP_SIZE
-        #: Whether rows are taken in the order of scales in 128x4 tiles.
+        #: True if batches follow the order of scales in 128x4 tiles.
         self.is_tiled = (
             self.codec.fmt.has_scale_tiles if self.codec.has_scales else not config.is_light
         )
-        #: Whether scales are written, by way of shared memory.
+        #: True if the kernel writes scales, through shared memory.
         self.writes_scales = self.codec.has_scales
         self.keeps_nan = config.fmt.amaxes_keep_nan
-        #: Whether the amax of a block is asked for.
+        #: True if the kernel needs amaxes of blocks.
         self.needs_amax = self.codec.has_scales or config.computes_amax
 
     @staticmethod
     def fake_args(config: RowsConfig) -> tuple[Any, ...]:
+        """Return stand-ins for the arguments, see ``RowsConfig.kernel``."""
         fake = FakeBuffers(config.dtype, config.grouping, config.format)
         inputs = (fake.x(config.prologue), fake.index(config.prologue), fake.offs())
-        output = (fake.level(config.computes_amax), fake.codes(), fake.scales())
-        return (*inputs, *output, *fake.results()[:2], Int32(1), env_stream())
+        output = (fake.global_scale(config.computes_amax), fake.codes(), fake.scales())
+        return (*inputs, *output, *fake.global_scale_outputs()[:2], Int32(1), env_stream())
 
     @cute.jit
     def __call__(self, *args: Any) -> None:
-        *given, num_sms, stream = args
-        self.kernel(*given).launch(
+        """Launch the kernel: one CTA per SM."""
+        *arguments, num_sms, stream = args
+        self.kernel(*arguments).launch(
             grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
@@ -197,30 +226,31 @@ class RowsQuantizer:
         scale_inv: cute.Tensor | None,
         scale: cute.Tensor | None,
     ) -> None:
+        """Set up shared memory and barriers, then run the loader warp and the teams."""
         config = self.config
         num_slots = self.num_slots
         smem = cutlass.memory.SmemAllocator()
-        shared = SharedMemory(
-            # The first, so that addresses in it are low.
+        shared = RowSharedMemory(
+            # The first allocation, so that addresses in it are low.
             table=smem.allocate_array(
                 Uint8, 1 if self.table is None else TABLE_BYTES, byte_alignment=16
             ),
             rows=smem.allocate_array(Uint8, num_slots * self.stage_bytes, byte_alignment=128),
             scales=smem.allocate_array(
-                Uint8, config.num_teams * _PACKET_ROWS * self.scale_pitch, byte_alignment=16
+                Uint8, config.num_teams * _BATCH_ROWS * self.scale_pitch, byte_alignment=16
             ),
-            packets=smem.allocate_array(Int32, self.table_words, byte_alignment=16),
+            batches=smem.allocate_array(Int32, self.table_words, byte_alignment=16),
             partial=smem.allocate_array(Uint32, 2 * config.num_compute_warps, byte_alignment=8),
             full=smem.allocate_array(Int64, num_slots, byte_alignment=8),
             empty=smem.allocate_array(Int64, num_slots, byte_alignment=8),
-            taken=smem.allocate_array(Int32, 1, byte_alignment=4),
+            num_taken=smem.allocate_array(Int32, 1, byte_alignment=4),
         )
         tid = cute.arch.thread_idx()[0]
         if tid < num_slots:
             cute.arch.mbarrier_init(shared.full + tid, 1)
             cute.arch.mbarrier_init(shared.empty + tid, config.warps_per_row)
         if tid == 0:
-            store_shared(shared.taken.toint(), [Uint32(0)])
+            store_shared(shared.num_taken.toint(), [Uint32(0)])
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -233,25 +263,27 @@ class RowsQuantizer:
             threads = config.num_compute_warps * WARP_SIZE
             thread = cute.arch.block_idx()[0] * threads + tid
             step = cute.arch.grid_dim()[0] * threads
-            self.levels.write(amax, scale_inv, scale, thread, step)
+            self.global_scale_writer.write(amax, scale_inv, scale, thread, step)
             if const_expr(self.table is not None):
                 self.table.fill(shared.table.toint(), tid, threads)
             lane = self.lane_of(warp, self.cols(x), shared)
             self.compute(index, offs, Output(amax, codes, scales), lane, shared)
 
     def cols(self, x: cute.Tensor) -> Int32:
+        """Return K, the columns of the elements."""
         return x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
 
     def row_of(self, item: Int32, r: Int32 | int) -> Int32:
-        """The slot tile's row that is row ``r`` of packet ``item``, of all packets or the tile's.
+        """Return the row in its slot tile of row ``r`` of batch ``item``.
 
-        Of those whose scales lie in tiles, four share 16 bytes of a scale tile.
+        ``item`` may count batches of the tile or of all tiles. If scales lie in tiles, four rows of
+        a batch share 16 bytes of a scale tile.
         """
-        # Neither is negative, which divisions of signed numbers would ask.
-        packet = item & (_PACKETS - 1)
+        # Masks and shifts suffice because no operand is negative; signed divisions would check.
+        batch = item & (_BATCHES - 1)
         if not self.is_tiled:
-            return packet * _PACKET_ROWS + r
-        return 2 * packet + (r >> 2) + ((r & 3) << 5)
+            return batch * _BATCH_ROWS + r
+        return 2 * batch + (r >> 2) + ((r & 3) << 5)
 
     # ---- loader
 
@@ -262,48 +294,59 @@ class RowsQuantizer:
         index: cute.Tensor | None,
         offs: cute.Tensor | None,
         team: Int32,
-        shared: SharedMemory,
+        shared: RowSharedMemory,
     ) -> None:
+        """Run the loader: lane ``team`` fills the stages of its team.
+
+        Args:
+            x: (T, K) or (G, N, K) input; its width follows from the prologue.
+            index: (R,) int32 rows of x if rows are gathered, else None.
+            offs: (G,) int32, None if uniform.
+            team: Team that this lane serves.
+            shared: Shared memory.
+        """
         config = self.config
-        groups = Grouping.of(x, offs, index)
+        groups = GroupCursor.from_tensors(x, offs, index)
         stage, phase, group = Int32(0), Int32(1), Int32(0)
-        num_items = groups.tiles_to_last() * _PACKETS
-        item, first, count = Int32(0), Int32(0), Int32(0)
+        num_items = groups.used_tiles() * _BATCHES
+        item, first_row, num_rows = Int32(0), Int32(0), Int32(0)
         while item < num_items:
-            # Lanes go on together: the packet of each is one with rows.
-            count = Int32(0)
-            while item < num_items and self.row_of(item, 0) >= count:
+            # Lanes continue together once each of them has a batch with rows.
+            num_rows = Int32(0)
+            while item < num_items and self.row_of(item, 0) >= num_rows:
                 item = self.take(shared)
                 if item < num_items:
-                    tile, group, first, count = groups.seek(item // _PACKETS, group)
-                    if tile != item // _PACKETS:
-                        count = Int32(0)
-                        self.skip(tile * _PACKETS, shared)
+                    tile, group, first_row, num_rows = groups.seek(item // _BATCHES, group)
+                    if tile != item // _BATCHES:
+                        num_rows = Int32(0)
+                        self.skip(tile * _BATCHES, shared)
             if item < num_items:
-                for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
-                    if self.row_of(item, r) < count:
+                for r in cutlass.range(0, _BATCH_ROWS, config.rows_per_warp, unroll=1):
+                    if self.row_of(item, r) < num_rows:
                         slot = team * config.num_stages + stage
                         wait_each(shared.empty + slot, phase)
                         if r == 0:
-                            place = shared.packets.toint() + slot * 16
-                            store_shared(place, [Uint32(v) for v in (item, first, count, group)])
-                        self.load_rows(x, index, item, r, first, count, slot, shared)
+                            address = shared.batches.toint() + slot * 16
+                            store_shared(
+                                address, [Uint32(v) for v in (item, first_row, num_rows, group)]
+                            )
+                        self.load_rows(x, index, item, r, first_row, num_rows, slot, shared)
                         stage, phase = self.next_stage(stage, phase)
         slot = team * config.num_stages + stage
         wait_each(shared.empty + slot, phase)
-        store_shared(shared.packets.toint() + slot * 16, [Uint32(0)] * 4)
+        store_shared(shared.batches.toint() + slot * 16, [Uint32(0)] * 4)
         cute.arch.mbarrier_arrive(shared.full + slot)
 
-    def take(self, shared: SharedMemory) -> Int32:
-        """The next packet of the CTA that no team has."""
-        taken = cute.arch.atomic_add(shared.taken, Int32(1), sem="relaxed", scope="cta")
-        return cute.arch.block_idx()[0] + taken * cute.arch.grid_dim()[0]
+    def take(self, shared: RowSharedMemory) -> Int32:
+        """Return the next batch of the CTA that no team has taken."""
+        index = cute.arch.atomic_add(shared.num_taken, Int32(1), sem="relaxed", scope="cta")
+        return cute.arch.block_idx()[0] + index * cute.arch.grid_dim()[0]
 
-    def skip(self, item: Int32, shared: SharedMemory) -> None:
-        """Take no packets before ``item``."""
+    def skip(self, item: Int32, shared: RowSharedMemory) -> None:
+        """Advance the counter so that no batch before ``item`` is taken."""
         ctas = cute.arch.grid_dim()[0]
         least = (item - cute.arch.block_idx()[0] + ctas - 1) // ctas
-        cute.arch.atomic_max(shared.taken, least, sem="relaxed", scope="cta")
+        cute.arch.atomic_max(shared.num_taken, least, sem="relaxed", scope="cta")
 
     @cute.jit
     def load_rows(
@@ -312,36 +355,38 @@ class RowsQuantizer:
         index: cute.Tensor | None,
         item: Int32,
         r: Int32,
-        first: Int32,
-        count: Int32,
+        first_row: Int32,
+        num_rows: Int32,
         slot: Int32,
-        shared: SharedMemory,
+        shared: RowSharedMemory,
     ) -> None:
-        """Fill a stage with rows ``r`` and on of a packet, as far as they exist."""
+        """Start the copies of rows ``r`` and following of a batch into one stage, if they exist."""
         row_bytes = self.row_bytes(x)
         rows = [self.row_of(item, r + i) for i in range(self.config.rows_per_warp)]
         size = Int32(0)
         for row in rows:
-            if row < count:
+            if row < num_rows:
                 size += row_bytes
-        bar = shared.full + slot
-        cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
+        full_barrier = shared.full + slot
+        cute.arch.mbarrier_arrive_and_expect_tx(full_barrier, size)
         target = shared.rows.toint() + slot * self.stage_bytes
         for i in range_constexpr(len(rows)):
-            if rows[i] < count:
-                of_x = first + rows[i]
+            if rows[i] < num_rows:
+                x_row = first_row + rows[i]
                 if const_expr(index is not None):
-                    of_x = indexed(index, of_x, x.shape[0])
-                source = x.iterator.toint() + Int64(of_x) * row_bytes
-                bulk_load(target + i * self.row_pitch, source, row_bytes, bar)
+                    x_row = indexed(index, x_row, x.shape[0])
+                source = x.iterator.toint() + Int64(x_row) * row_bytes
+                bulk_load(target + i * self.row_pitch, source, row_bytes, full_barrier)
 
     def row_bytes(self, x: cute.Tensor) -> Int32:
+        """Return the bytes of an input row."""
         if self.maker is None:
             return x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
         return self.maker.row_bytes(self.cols(x))
 
     @cute.jit
     def next_stage(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+        """Return the stage and phase that follow."""
         stage += 1
         if stage == self.config.num_stages:
             stage = Int32(0)
@@ -350,18 +395,19 @@ class RowsQuantizer:
 
     # ---- teams
 
-    def lane_of(self, warp: Int32, cols: Int32, shared: SharedMemory) -> Lane:
+    def lane_of(self, warp: Int32, cols: Int32, shared: RowSharedMemory) -> Lane:
+        """Return the position of the calling thread in its team."""
         team = warp // self.config.warps_per_row
         lane = cute.arch.thread_idx()[0] - team * self.team_threads
-        part, of_row = (
+        row_in_team, lane_in_row = (
             (lane // self.lanes_per_row, lane % self.lanes_per_row)
             if self.config.rows_per_warp > 1
             else (0, lane)
         )
-        num_pieces = cols // self.piece
-        staged = shared.scales.toint() + team * (_PACKET_ROWS * self.scale_pitch)
+        num_chunks = cols // self.chunk_size
+        scales_address = shared.scales.toint() + team * (_BATCH_ROWS * self.scale_pitch)
         table = None if self.table is None else shared.table.toint()
-        return Lane(team, warp, lane, part, of_row, num_pieces, staged, table)
+        return Lane(team, warp, lane, row_in_team, lane_in_row, num_chunks, scales_address, table)
 
     @cute.jit
     def compute(
@@ -370,73 +416,88 @@ class RowsQuantizer:
         offs: cute.Tensor | None,
         out: Output,
         lane: Lane,
-        shared: SharedMemory,
+        shared: RowSharedMemory,
     ) -> None:
-        """A team's packets: rows to codes, scale bytes to shared memory, then out."""
+        """Run a team: quantize the rows of its batches and write their scales.
+
+        Args:
+            index: (R,) int32 rows of x, unused here.
+            offs: (G,) int32, None if uniform; unused here.
+            out: Output buffers.
+            lane: Position of the thread.
+            shared: Shared memory.
+        """
         if const_expr(self.writes_scales and self.is_tiled):
             self.clear_scale_padding(lane)
         stage, phase, parity = Int32(0), Int32(0), Int32(0)
-        count = Int32(1)
-        while count > 0:
+        num_rows = Int32(1)
+        while num_rows > 0:
             slot = lane.team * self.config.num_stages + stage
             cute.arch.mbarrier_wait(shared.full + slot, phase)
-            words = load_shared(shared.packets.toint() + slot * 16, 4)
-            packet = Packet(*[Int32(word) for word in words])
-            count = packet.count
-            if count > 0:
-                stage, phase, parity = self.convert_packet(
-                    out, packet, lane, stage, phase, parity, shared
+            words = load_shared(shared.batches.toint() + slot * 16, 4)
+            batch = RowBatch(*[Int32(word) for word in words])
+            num_rows = batch.num_rows
+            if num_rows > 0:
+                stage, phase, parity = self.convert_batch(
+                    out, batch, lane, stage, phase, parity, shared
                 )
                 if const_expr(self.writes_scales):
-                    # Of packets without rows behind the tile's last, too; the first has some.
-                    item = packet.item + 1
-                    while self.row_of(item, Int32(0)) >= count:
-                        self.write_scales(out.scales, packet._replace(item=item), None, lane)
+                    # Write zeros for the batches behind the last rows of the tile. The first
+                    # batch of a tile always has rows.
+                    item = batch.item + 1
+                    while self.row_of(item, Int32(0)) >= num_rows:
+                        self.write_scales(out.scales, batch._replace(item=item), None, lane)
                         item += 1
 
     @cute.jit
-    def convert_packet(
+    def convert_batch(
         self,
         out: Output,
-        packet: Packet,
+        batch: RowBatch,
         lane: Lane,
         stage: Int32,
         phase: Int32,
         parity: Int32,
-        shared: SharedMemory,
+        shared: RowSharedMemory,
     ) -> tuple[Int32, Int32, Int32]:
+        """Quantize the rows of a batch; scales go through shared memory.
+
+        Returns:
+            The stage and phase after the batch, and the parity of ``RowSharedMemory.partial``.
+        """
         config = self.config
-        level = self.codec.zero_level()
+        global_scale = self.codec.zero_global_scale()
         if const_expr(config.takes_amax):
-            level = self.codec.global_scale(out.amax[packet.group])
-        for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
-            row = self.row_of(packet.item, r + lane.part)
-            scales_at = lane.staged + (r + lane.part) * self.scale_pitch
-            live = row < packet.count
-            # The first of a stage's rows is the lowest: without it there is no stage.
-            if self.row_of(packet.item, r) < packet.count:
+            global_scale = self.codec.global_scale(out.amax[batch.group])
+        for r in cutlass.range(0, _BATCH_ROWS, config.rows_per_warp, unroll=1):
+            row = self.row_of(batch.item, r + lane.row_in_team)
+            scales_address = lane.scales_address + (r + lane.row_in_team) * self.scale_pitch
+            live = row < batch.num_rows
+            # The first row of a stage is the lowest. If it does not exist, there is no stage.
+            if self.row_of(batch.item, r) < batch.num_rows:
                 slot = lane.team * config.num_stages + stage
                 cute.arch.mbarrier_wait(shared.full + slot, phase)
                 source = shared.rows.toint() + slot * self.stage_bytes
                 words, a = self.load_row(source, lane)
                 self.release(shared.empty + slot)
                 stage, phase = self.next_stage(stage, phase)
-                of_row = level
+                row_scale = global_scale
                 if const_expr(config.computes_amax):
-                    g = self.row_amax(a, lane, parity, shared)
-                    of_row = self.codec.global_scale(g)
+                    amax = self.row_amax(a, lane, parity, shared)
+                    row_scale = self.codec.global_scale(amax)
                     parity ^= 1
-                    if live and lane.of_row == 0:
-                        out.amax[packet.first + row] = g
-                target = row_address(out.codes, packet.first + row)
-                self.write_row(words, a, of_row, target, live, scales_at, lane)
+                    if live and lane.lane_in_row == 0:
+                        out.amax[batch.first_row + row] = amax
+                target = row_address(out.codes, batch.first_row + row)
+                self.write_row(words, a, row_scale, target, live, scales_address, lane)
             if const_expr(self.writes_scales):
                 if not live:
-                    self.clear_row_scales(scales_at, lane)
+                    self.clear_row_scales(scales_address, lane)
         if const_expr(self.writes_scales):
             self.sync_team(lane.team)
-            self.write_scales(out.scales, packet, lane.staged, lane)
-            # Otherwise the next row's amax keeps larger teams from overwriting what is read.
+            self.write_scales(out.scales, batch, lane.scales_address, lane)
+            # Otherwise the barrier in the next row's amax keeps warps from overwriting scales
+            # that others still read.
             if const_expr(not config.computes_amax):
                 self.sync_team(lane.team)
         cute.arch.sync_warp()
@@ -444,242 +505,279 @@ class RowsQuantizer:
 
     @cute.jit
     def release(self, empty: cute.Pointer) -> None:
+        """Arrive at the barrier of a stage that the warp has read."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(empty)
 
     @cute.jit
     def sync_team(self, team: Int32) -> None:
+        """Synchronize the threads of a team."""
         if const_expr(self.config.warps_per_row == 1):
             cute.arch.sync_warp()
         else:
             cute.arch.barrier(barrier_id=team + 1, number_of_threads=self.team_threads)
 
-    # ---- scales of a packet
+    # ---- scales of a batch
 
     def scale_words(self, lane: Lane) -> Int32:
-        blocks = (lane.num_pieces + (self.sharing - 1)) // self.sharing
+        """Return the 32-bit words of scales that a row has."""
+        blocks = (lane.num_chunks + (self.lanes_per_block - 1)) // self.lanes_per_block
         return (blocks + (SF_TILE_COLS - 1)) // SF_TILE_COLS if self.is_tiled else blocks
 
     @cute.jit
     def clear_scale_padding(self, lane: Lane) -> None:
-        """Zero the scales past K of a row's last tile; rows write only the ones before."""
-        if lane.lane < _PACKET_ROWS:
-            blocks = (lane.num_pieces + (self.sharing - 1)) // self.sharing
+        """Zero the scales past K of the last tile of a row; rows write only the scales before K."""
+        if lane.lane < _BATCH_ROWS:
+            blocks = (lane.num_chunks + (self.lanes_per_block - 1)) // self.lanes_per_block
             end = self.scale_words(lane) * SF_TILE_COLS
             for b in cutlass.range(blocks, end, unroll=1):
-                store_shared_byte(lane.staged + lane.lane * self.scale_pitch + b, Uint32(0))
+                store_shared_byte(lane.scales_address + lane.lane * self.scale_pitch + b, Uint32(0))
         self.sync_team(lane.team)
 
     @cute.jit
-    def clear_row_scales(self, scales_at: Int32, lane: Lane) -> None:
-        """Zero the scales of a row of a packet that does not exist."""
-        for j in cutlass.range(lane.of_row, self.scale_words(lane), self.lanes_per_row, unroll=1):
-            store_shared(scales_at + j * 4, [Uint32(0)])
+    def clear_row_scales(self, scales_address: Int32, lane: Lane) -> None:
+        """Zero the scales of a row of a batch that does not exist."""
+        for j in cutlass.range(
+            lane.lane_in_row, self.scale_words(lane), self.lanes_per_row, unroll=1
+        ):
+            store_shared(scales_address + j * 4, [Uint32(0)])
 
     @cute.jit
     def write_scales(
-        self, scales: cute.Tensor, packet: Packet, staged: Int32 | None, lane: Lane
+        self, scales: cute.Tensor, batch: RowBatch, scales_address: Int32 | None, lane: Lane
     ) -> None:
-        """A packet's scales to global memory, or zeros if it has no rows: a word a row."""
-        sectors = self.sectors(scales, packet)
+        """Write the scales of a batch to global memory, one word per row and lane.
+
+        ``scales_address`` is None for a batch without rows, which gets zeros.
+        """
+        sectors = self.sectors(scales, batch)
         words = self.scale_words(lane)
         for j in cutlass.range(lane.lane, words, self.team_threads, unroll=1):
-            sector = [Uint32(0)] * _PACKET_ROWS
-            if const_expr(staged is not None):
-                for r in range_constexpr(_PACKET_ROWS):
-                    sector[r] = load_shared(staged + (r * self.scale_pitch + j * 4), 1)[0]
+            sector = [Uint32(0)] * _BATCH_ROWS
+            if const_expr(scales_address is not None):
+                for r in range_constexpr(_BATCH_ROWS):
+                    sector[r] = load_shared(scales_address + (r * self.scale_pitch + j * 4), 1)[0]
             if const_expr(self.is_tiled):
                 store_global(sectors + j * SF_TILE_BYTES, sector)
             else:
                 slots = scales.shape[len(scales.shape) - 1]
                 store_global(sectors + Int64(j) * slots * 4, sector)
 
-    def sectors(self, scales: cute.Tensor, packet: Packet) -> Int64:
-        """The address of a packet's first sector."""
-        tile = packet.item // _PACKETS
-        at = scales.iterator.toint() + packet.item % _PACKETS * _SECTOR
+    def sectors(self, scales: cute.Tensor, batch: RowBatch) -> Int64:
+        """Return the global address of the first 32-byte sector of a batch's scales."""
+        tile = batch.item // _BATCHES
+        address = scales.iterator.toint() + batch.item % _BATCHES * _SECTOR
         rank = len(scales.shape)
         if self.is_tiled:
-            return at + Int64(tile) * scales.shape[rank - 2] * SF_TILE_BYTES
+            return address + Int64(tile) * scales.shape[rank - 2] * SF_TILE_BYTES
         slot = Int64(tile) * TILE_ROWS
         if self.config.grouping == "uniform":
-            # Each group has a matrix of its own.
-            slot += Int64(packet.group) * (scales.shape[1] - 1) * scales.shape[2]
-        return at + slot * 4
+            # Each group has its own scale matrix.
+            slot += Int64(batch.group) * (scales.shape[1] - 1) * scales.shape[2]
+        return address + slot * 4
 
     # ---- a row
 
     @cute.jit
     def load_row(self, source: Int32, lane: Lane) -> tuple[cute.Tensor, cute.Tensor]:
-        """A lane's blocks of its row in a stage, and their amaxes, which are 0 past K.
+        """Load a lane's chunks of its row from a stage, and compute their amaxes.
 
-        The 16-byte chunks of a block are read in an order that depends on the lane, so that eight
+        The 16-byte parts of a chunk are read in an order that depends on the lane, so that eight
         lanes touch all banks. ``quantize_row`` puts the codes back in order.
+
+        Returns:
+            The words of the chunks, and one fp32 amax per chunk, which is 0 past K. If lanes share
+            a block, the amax is that of the block.
         """
-        words = cute.make_rmem_tensor(self.pieces_per_lane * self.piece_words, Uint32)
-        a = cute.make_rmem_tensor(self.pieces_per_lane, Float32)
-        chunks = self.piece_bytes // 16
-        chunk_words = self.piece_words // chunks
-        twist = self.twist(lane.lane)
-        row_at = source + lane.lane // self.lanes_per_row * self.row_pitch
-        lane_at = row_at + lane.of_row * self.piece_bytes
-        places = [lane_at + (twist ^ c) * 16 for c in range(chunks)]
-        # Past K there is garbage, but without a branch all loads are under way at once.
-        for i in range_constexpr(self.pieces_per_lane):
+        words = cute.make_rmem_tensor(self.chunks_per_lane * self.chunk_words, Uint32)
+        amaxes = cute.make_rmem_tensor(self.chunks_per_lane, Float32)
+        chunks = self.chunk_bytes // 16
+        chunk_words = self.chunk_words // chunks
+        swizzle_xor = self.swizzle_xor(lane.lane)
+        row_address = source + lane.lane // self.lanes_per_row * self.row_pitch
+        lane_address = row_address + lane.lane_in_row * self.chunk_bytes
+        addresses = [lane_address + (swizzle_xor ^ c) * 16 for c in range(chunks)]
+        # Past K this loads garbage, but without branches all loads are in flight at once.
+        for i in range_constexpr(self.chunks_per_lane):
             for c in range_constexpr(chunks):
                 if const_expr(self.maker is None):
-                    at = places[c] + i * (self.lanes_per_row * self.piece_bytes)
-                    chunk = load_shared(at, 4)
+                    address = addresses[c] + i * (self.lanes_per_row * self.chunk_bytes)
+                    chunk = load_shared(address, 4)
                 else:
-                    first = (lane.of_row + i * self.lanes_per_row) * self.piece
-                    first += (twist ^ c) * self.maker.unit
-                    units = self.maker.places(row_at, first, lane.num_pieces * self.piece)
-                    chunk = self.maker.make([load_shared(at, 4) for at in units], True, lane.table)
+                    column = (lane.lane_in_row + i * self.lanes_per_row) * self.chunk_size
+                    column += (swizzle_xor ^ c) * self.maker.unit
+                    units = self.maker.destinations(
+                        row_address, column, lane.num_chunks * self.chunk_size
+                    )
+                    chunk = self.maker.make(
+                        [load_shared(address, 4) for address in units], True, lane.table
+                    )
                 for w in range_constexpr(chunk_words):
-                    words[i * self.piece_words + c * chunk_words + w] = chunk[w]
-        for i in range_constexpr(self.pieces_per_lane):
-            a[i] = Float32(0.0)
+                    words[i * self.chunk_words + c * chunk_words + w] = chunk[w]
+        for i in range_constexpr(self.chunks_per_lane):
+            amaxes[i] = Float32(0.0)
             if const_expr(self.needs_amax):
-                if lane.of_row + i * self.lanes_per_row < lane.num_pieces:
-                    a[i] = absmax_words(self.block(words, i), self.dtype, self.arch, self.keeps_nan)
-            for bit in range_constexpr(self.sharing.bit_length() - 1):
-                a[i] = fmax(
-                    a[i], cute.arch.shuffle_sync_bfly(a[i], offset=1 << bit), self.keeps_nan
+                if lane.lane_in_row + i * self.lanes_per_row < lane.num_chunks:
+                    amaxes[i] = absmax_words(
+                        self.block(words, i), self.dtype, self.arch, self.keeps_nan
+                    )
+            for bit in range_constexpr(self.lanes_per_block.bit_length() - 1):
+                amaxes[i] = fmax(
+                    amaxes[i],
+                    cute.arch.shuffle_sync_bfly(amaxes[i], offset=1 << bit),
+                    self.keeps_nan,
                 )
-        return words, a
+        return words, amaxes
 
     def block(self, words: cute.Tensor, i: int) -> list[Uint32]:
-        return [words[i * self.piece_words + w] for w in range(self.piece_words)]
+        """Return the words of chunk ``i``."""
+        return [words[i * self.chunk_words + w] for w in range(self.chunk_words)]
 
-    def twist(self, lane: Int32) -> Int32:
-        """The chunk of its blocks that a lane reads first; lanes 128 bytes apart differ."""
-        lanes_per_line = 128 // self.piece_bytes
-        return (lane // lanes_per_line) % (self.piece_bytes // 16)
+    def swizzle_xor(self, lane: Int32) -> Int32:
+        """Return which 16-byte part of its chunks a lane reads first.
+
+        The k-th part that it reads is part ``swizzle_xor ^ k``. Lanes 128 bytes apart get different
+        numbers.
+        """
+        lanes_per_line = 128 // self.chunk_bytes
+        return (lane // lanes_per_line) % (self.chunk_bytes // 16)
 
     @cute.jit
-    def row_amax(self, a: cute.Tensor, lane: Lane, parity: Int32, shared: SharedMemory) -> Float32:
-        """The row's amax from its blocks' amaxes. Also a barrier of the team."""
-        g = a[0]
-        for i in range_constexpr(1, self.pieces_per_lane):
-            g = fmax(g, a[i], self.keeps_nan)
-        per_team = self.config.warps_per_row
+    def row_amax(
+        self, amaxes: cute.Tensor, lane: Lane, parity: Int32, shared: RowSharedMemory
+    ) -> Float32:
+        """Return the amax of the row from those of its chunks; also a barrier of the team."""
+        amax = amaxes[0]
+        for i in range_constexpr(1, self.chunks_per_lane):
+            amax = fmax(amax, amaxes[i], self.keeps_nan)
+        warps_per_team = self.config.warps_per_row
         if const_expr(self.lanes_per_row < WARP_SIZE):
             for i in range_constexpr(self.lanes_per_row.bit_length() - 1):
-                g = fmax(g, cute.arch.shuffle_sync_bfly(g, offset=1 << i), self.keeps_nan)
+                amax = fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << i), self.keeps_nan)
         else:
-            g = warp_max(g)
-        if const_expr(per_team > 1):
-            # Two buffers: a warp that is a row ahead writes the other one.
-            at = shared.partial.toint() + parity * (4 * self.config.num_compute_warps)
-            of_warp = cute.arch.lane_idx()
-            if of_warp == 0:
-                store_shared(at + lane.warp * 4, [f32_as_bits(g)])
+            amax = warp_max(amax)
+        if const_expr(warps_per_team > 1):
+            # A warp that is one row ahead writes the other of the two buffers.
+            address = shared.partial.toint() + parity * (4 * self.config.num_compute_warps)
+            lane_in_warp = cute.arch.lane_idx()
+            if lane_in_warp == 0:
+                store_shared(address + lane.warp * 4, [f32_as_bits(amax)])
             self.sync_team(lane.team)
-            other = lane.team * per_team + of_warp % per_team
-            g = warp_max(bits_as_f32(load_shared(at + other * 4, 1)[0]))
-        return g
+            warp = lane.team * warps_per_team + lane_in_warp % warps_per_team
+            amax = warp_max(bits_as_f32(load_shared(address + warp * 4, 1)[0]))
+        return amax
 
     @cute.jit
     def write_row(
         self,
         words: cute.Tensor,
-        a: cute.Tensor,
-        level: Level,
+        amaxes: cute.Tensor,
+        global_scale: GlobalScaleRegisters,
         target: Int64,
         live: Boolean,
-        scales_at: Int32,
+        scales_address: Int32,
         lane: Lane,
     ) -> None:
-        """Write what becomes of a row, if it is ``live``; ``target`` is its place in the output."""
+        """Write the codes and scales of a row, if it is ``live``.
+
+        ``target`` is the global address of the row in the output.
+        """
         if live:
-            self.quantize_row(words, a, level, target, scales_at, lane)
+            self.quantize_row(words, amaxes, global_scale, target, scales_address, lane)
 
     @cute.jit
     def quantize_row(
         self,
         words: cute.Tensor,
-        a: cute.Tensor,
-        level: Level,
+        amaxes: cute.Tensor,
+        global_scale: GlobalScaleRegisters,
         target: Int64,
-        scales_at: Int32,
+        scales_address: Int32,
         lane: Lane,
     ) -> None:
-        """Codes of a lane's pieces to global memory, the scales of blocks to shared memory."""
-        left, step = lane.num_pieces - lane.of_row, self.lanes_per_row
-        for i in range_constexpr(0, self.pieces_per_lane, self.at_once):
-            last = min(i + self.at_once, self.pieces_per_lane) - 1
-            if const_expr(self.at_once > 2):
-                _, (factor, _) = self.codec.two_scales(a[i], a[i], level)
-                if last * step < left:
-                    for j in range_constexpr(i, last + 1):
-                        self.write_piece(words, j, factor, None, target, scales_at, lane)
+        """Write the codes of a lane's chunks to global memory, and scales to shared memory."""
+        remaining, step = lane.num_chunks - lane.lane_in_row, self.lanes_per_row
+        for i in range_constexpr(0, self.chunks_per_lane, self.chunks_at_once):
+            last_chunk = min(i + self.chunks_at_once, self.chunks_per_lane) - 1
+            if const_expr(self.chunks_at_once > 2):
+                _, (factor, _) = self.codec.two_scales(amaxes[i], amaxes[i], global_scale)
+                if last_chunk * step < remaining:
+                    for j in range_constexpr(i, last_chunk + 1):
+                        self.write_chunk(words, j, factor, None, target, scales_address, lane)
                 else:
-                    for j in range_constexpr(i, last):
-                        if j * step < left:
-                            self.write_piece(words, j, factor, None, target, scales_at, lane)
-            elif i * step < left:
-                stored, factors = self.codec.two_scales(a[i], a[last], level)
-                for j in range_constexpr(i, last + 1):
-                    if const_expr(j == i) or j * step < left:
-                        self.write_piece(
-                            words, j, factors[j - i], stored[j - i], target, scales_at, lane
+                    for j in range_constexpr(i, last_chunk):
+                        if j * step < remaining:
+                            self.write_chunk(words, j, factor, None, target, scales_address, lane)
+            elif i * step < remaining:
+                stored, factors = self.codec.two_scales(amaxes[i], amaxes[last_chunk], global_scale)
+                for j in range_constexpr(i, last_chunk + 1):
+                    if const_expr(j == i) or j * step < remaining:
+                        self.write_chunk(
+                            words, j, factors[j - i], stored[j - i], target, scales_address, lane
                         )
 
     @cute.jit
-    def write_piece(
+    def write_chunk(
         self,
         words: cute.Tensor,
         j: int,
         factor: Float32,
         stored: Uint32 | None,
         target: Int64,
-        scales_at: Int32,
+        scales_address: Int32,
         lane: Lane,
     ) -> None:
-        after, block = j * self.lanes_per_row, self.block(words, j)
-        if const_expr(self.at_once > 2 and self.piece_bytes == 16):
+        """Encode chunk ``j``, store its codes and stage its scale."""
+        offset, block = j * self.lanes_per_row, self.block(words, j)
+        if const_expr(self.chunks_at_once > 2 and self.chunk_bytes == 16):
             code = self.codec.encode_eight(block, factor)
-            store_global_pair(target + lane.of_row * self.piece, after * self.piece, code)
+            store_global_pair(
+                target + lane.lane_in_row * self.chunk_size, offset * self.chunk_size, code
+            )
         else:
             codes = self.codec.encode_row(block, factor)
             size = 4 * len(codes)
             self.put(
-                target + lane.of_row * size + after * size,
-                self.untwist(codes, self.twist(lane.lane)),
+                target + lane.lane_in_row * size + offset * size,
+                self.unswizzle(codes, self.swizzle_xor(lane.lane)),
                 lane,
             )
         if const_expr(self.writes_scales):
-            self.stage(stored, scales_at, lane.of_row + after)
+            self.stage(stored, scales_address, lane.lane_in_row + offset)
 
-    def put(self, at: Int64, words: list[Uint32], lane: Lane) -> None:
-        """Store what is ``at`` a place of the output, as ``write_row`` takes it."""
-        store_global(at, words)
+    def put(self, offset: Int64, words: list[Uint32], lane: Lane) -> None:
+        """Store words at the global address ``offset``; subclasses write several rows."""
+        store_global(offset, words)
 
     @cute.jit
-    def stage(self, stored: Uint32, scales_at: Int32, piece: Int32) -> None:
-        if const_expr(self.sharing == 1):
-            store_shared_byte(scales_at + piece, stored)
-        elif piece % self.sharing == 0:
-            at = scales_at + piece // self.sharing * self.scale_bytes
+    def stage(self, stored: Uint32, scales_address: Int32, chunk: Int32) -> None:
+        """Store the scale of a block in shared memory, by the lane that has its first chunk."""
+        if const_expr(self.lanes_per_block == 1):
+            store_shared_byte(scales_address + chunk, stored)
+        elif chunk % self.lanes_per_block == 0:
+            address = scales_address + chunk // self.lanes_per_block * self.scale_bytes
             if const_expr(self.is_tiled):
-                store_shared_byte(at, stored)
+                store_shared_byte(address, stored)
             else:
-                store_shared(at, [stored])
+                store_shared(address, [stored])
 
-    def untwist(self, codes: list[Uint32], twist: Int32) -> list[Uint32]:
-        """Code words of a block whose chunks were read in twisted order, put in order."""
-        chunks = self.piece_bytes // 16
-        if chunks > len(codes):  # a chunk's codes are half a word
-            turn = (twist & 1) * 16
+    def unswizzle(self, codes: list[Uint32], swizzle_xor: Int32) -> list[Uint32]:
+        """Return the code words of a chunk in order.
+
+        The 16-byte parts of the chunk were read in swizzled order.
+        """
+        chunks = self.chunk_bytes // 16
+        if chunks > len(codes):  # the codes of a 16-byte part are half a word
+            turn = (swizzle_xor & 1) * 16
             text = "shf.l.wrap.b32 $0, $1, $1, $2;"
             codes = [asm(text, [Uint32], [word, turn]) for word in codes]
-            twist = twist >> 1
+            swizzle_xor = swizzle_xor >> 1
             chunks = len(codes)
-        # Bit b of the twist trades chunks 1 << b apart.
+        # Bit b of swizzle_xor exchanges parts that are 1 << b apart.
         per_chunk = len(codes) // chunks
         for bit in range(chunks.bit_length() - 1):
-            swapped = ((twist >> bit if bit else twist) & 1) != 0
+            swapped = ((swizzle_xor >> bit if bit else swizzle_xor) & 1) != 0
             distance = per_chunk << bit
             codes = [select(swapped, codes[i ^ distance], word) for i, word in enumerate(codes)]
         return codes
@@ -687,6 +785,6 @@ class RowsQuantizer:
 
 @cute.jit
 def row_address(codes: cute.Tensor, row: Int32) -> Int64:
-    """Address of a row of codes; the rows of uniform groups follow each other at one pitch."""
+    """Return the global address of a row of codes; uniform groups have one pitch throughout."""
     pitch = Int64(codes.stride[len(codes.stride) - 2]) * (codes.element_type.width // 8)
     return codes.iterator.toint() + Int64(row) * pitch

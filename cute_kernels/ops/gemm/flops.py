@@ -17,24 +17,27 @@ from .fused_op import MGroupedGemmActivate, MGroupedQuantizeGemm, MGroupedQuanti
 from .op import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm
 
 
-def _counted(cls: type[GroupedGemm]) -> Callable[..., int]:
+def _flop_counter(cls: type[GroupedGemm]) -> Callable[..., int]:
+    """Return the function that counts the FLOPs of a call of the op ``cls``."""
+
     def count(
         *args: Any, out: Any = None, out_val: Any = None, accumulate: bool = False, **kwargs: Any
     ) -> int:
+        """Return the FLOPs of a call with these arguments."""
         op = cls(*args, **kwargs)
         if isinstance(op, MGrouped):
             return 2 * op.num_rows * op.depth * op.cols
         assert isinstance(op, KGroupedGemm)
         rows = op.num_rows
         if op.a_format is not None:
-            rows = max(rows // TILE_ROWS * TILE_ROWS, min(rows, _end(op.offs)))
+            rows = max(rows // TILE_ROWS * TILE_ROWS, min(rows, _last_end_row(op.offs)))
         return 2 * rows * op.width("a") * op.width("b")
 
     return count
 
 
-def _end(offs: Tensor) -> int:
-    """Where the last group ends, or 0 where nobody may look."""
+def _last_end_row(offs: Tensor) -> int:
+    """Return the end row of the last group, or 0 where the value of ``offs`` cannot be read."""
     if (
         type(offs) is not Tensor
         or offs.is_meta
@@ -51,4 +54,4 @@ for _cls in (
     MGroupedQuantizeGemmActivate,
     KGroupedGemm,
 ):
-    register_flops(torch.ops.cute_kernels, _counted(_cls), _cls.name, f"{_cls.name}_out")
+    register_flops(torch.ops.cute_kernels, _flop_counter(_cls), _cls.name, f"{_cls.name}_out")

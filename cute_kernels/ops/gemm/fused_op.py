@@ -1,11 +1,11 @@
-"""GEMM ops that do more on the way: quantize A, or take the result through an activation.
+"""GEMM ops that quantize A first, or apply an activation to the result.
 
-``gemm`` has the products by themselves, whose bits these have.
+``op`` has the plain products. The ops here have their bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,30 +22,30 @@ from ..activation_prologue import check_prologue, result_columns
 from ..checks import check_multiple, check_rows, check_tensor
 from ..quantize.op import GroupedQuantize
 from ..registration import register
-from .op import GroupedGemm, MGrouped, MGroupedGemm, parse_given
-from .operand_tensors import OperandTensors
+from .op import MGrouped, MGroupedGemm, parse_given
 
 
 @register
 @dataclass
 class MGroupedQuantizeGemm(MGrouped):
-    """``grouped_quantize`` of ``a`` and ``m_grouped_gemm`` of that in one op.
+    """Compute ``grouped_quantize`` of ``a`` and ``m_grouped_gemm`` of the result in one op.
 
-    The result has the bits of the two. On sm_90a, whose tensor cores multiply fp16, the NVFP4 A
-    never exists as codes: the quantizer writes code times block scale, the operand of the GEMM.
-    Other arguments are those of ``m_grouped_gemm``, of a quantized ``b``.
+    The result has the bits of the two ops. The tensor cores of sm_90a multiply fp16, so there the
+    NVFP4 A never exists as codes: the quantizer writes code times block scale, which is the operand
+    of the GEMM. Other arguments are those of ``m_grouped_gemm`` with a quantized ``b``.
 
     Args:
-        a: (T, K) bf16, fp16 or fp32.
-        a_format: the text of the format that ``a`` is quantized to.
+        a: (T, K), bf16, fp16 or fp32.
+        a_format: Text of the format to which ``a`` is quantized.
         out_dtype: bf16, fp16 or fp32; bf16 by default, as in the second of the two ops.
-        seed: as for ``grouped_quantize``.
-        activation: as for ``grouped_quantize``, of ``a``: (T, 2K) of a gated one.
-        rows: as for ``grouped_quantize``, of ``a``; there are R rows then.
-        inverse: likewise.
+        seed: As for ``grouped_quantize``.
+        activation: Activation of ``a``, as for ``grouped_quantize``: ``a`` is (T, 2K) if it is
+            gated.
+        rows: (R,) int32, rows of ``a``, as for ``grouped_quantize``. Then the product has R rows.
+        inverse: (S, k) int32, as for ``grouped_quantize``.
 
     Returns:
-        (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
+        (T, N); rows of the tail are zeros. The ``_out`` form does not write rows of the tail.
     """
 
     a: Tensor
@@ -76,37 +76,39 @@ class MGroupedQuantizeGemm(MGrouped):
 
     @property
     def depth(self) -> int:
+        """K, the columns of A after its activation."""
         return result_columns(self.a.shape[1], self.activation)
 
     def check(self) -> None:
+        """Check the operands, the activation of A and the row index."""
         super().check()
         check_prologue("a", self.a, self.activation)
         if self.rows is not None:
             check_rows(self.rows, "a", self.a)
 
-    def reader(self) -> Callable[[GroupedGemm], tuple[OperandTensors, OperandTensors]]:
-        read = super().reader()
-        if self.rows is None:
-            return read
-        # Where codes have scales, for what quantizes A to them.
-        return lambda op: ((op.a, op.rows, op.inverse), read(op)[1])
-
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        """Quantize A and multiply with the reference backend."""
         quantizer = self.quantizer()
         a = [s.allocate(self.device, True) for s in quantizer.outputs()]
         quantizer.run_reference(a)
         self.product(a).run_reference(outputs, **options)
 
     def quantizer(self) -> GroupedQuantize:
-        """What quantizes A."""
-        given: dict[str, Any] = {
-            name: getattr(self, name) for name in ("seed", "activation", "rows", "inverse")
-        }
-        return GroupedQuantize(self.a, self.a_format, self.offs, **given)
+        """Return the op that quantizes A."""
+        return GroupedQuantize(
+            self.a,
+            self.a_format,
+            self.offs,
+            seed=self.seed,
+            activation=self.activation,
+            rows=self.rows,
+            inverse=self.inverse,
+        )
 
     def product(self, a: Sequence[Tensor]) -> MGroupedGemm:
-        """The GEMM of what the quantizer made of A."""
-        read = len(parse(self.a_format).operand_names(columnwise=False))
+        """Return the GEMM of the tensors that the quantizer made of A."""
+        num_tensors = len(parse(self.a_format).operand_names(columnwise=False))
+        # By position: an op is created in every call.
         return self.product_type(
             a[0],
             self.b,
@@ -115,7 +117,7 @@ class MGroupedQuantizeGemm(MGrouped):
             self.alpha,
             self.transpose_b,
             self.result_dtype,
-            list(a[1:read]),
+            list(a[1:num_tensors]),
             self.b_scales,
             self.a_format,
             self.b_format,
@@ -123,13 +125,13 @@ class MGroupedQuantizeGemm(MGrouped):
             self.accumulation,
             None,
             None,
-            *self.of_activation,
+            *self.epilogue_fields,
         )
 
 
 @dataclass
 class _Activated(MGrouped):
-    """What m_grouped GEMMs with an activation share."""
+    """Base class of m_grouped GEMMs with an activation in the epilogue."""
 
     accumulates: ClassVar[bool] = False
     returns_list: ClassVar[bool] = True
@@ -144,7 +146,8 @@ class _Activated(MGrouped):
     amax: Tensor | None = None
 
     @property
-    def of_activation(self) -> tuple[str, bool, bool, str | None, Tensor | None]:
+    def epilogue_fields(self) -> tuple[str, bool, bool, str | None, Tensor | None]:
+        """The activation, and the form in which its result is stored."""
         fmt = self.result_record
         return (
             self.epilogue,
@@ -159,36 +162,42 @@ class _Activated(MGrouped):
         return parse_given(self.quantize_to)
 
     def check(self) -> None:
+        """Check the product, then the activation and the format of the result."""
         super().check()
         act = parse_activation(self.epilogue)
-        curve_of(act)  # Raises if nothing computes it.
+        curve_of(act)  # It raises if nothing computes the curve.
         is_gated = act.is_gated
         if self.transpose_b:
-            raise ValueError("transpose_b is of dgrad, whose result goes through no activation")
+            raise ValueError(
+                "transpose_b must be False: the result of dgrad goes through no activation"
+            )
         if is_gated and self.cols % 2:
             raise ValueError(
-                f"b (G, 2N, K) of {self.epilogue}, which is gated, must have an even N, got {self.cols} rows"
+                f"b (G, 2N, K) must have an even number of rows for {self.epilogue}, which is "
+                f"gated, got {self.cols} rows"
             )
         if self.interleaved and not is_gated:
-            raise ValueError(f"interleaved is of gated activations, which {self.epilogue} is not")
+            raise ValueError(f"interleaved needs a gated activation, which {self.epilogue} is not")
         if (fmt := self.result_record) is not None:
             if self.keeps_z:
-                raise ValueError("keeps_z is of results that are not quantized")
+                raise ValueError("keeps_z needs a result that is not quantized")
             check_multiple(
                 "N",
                 result_columns(self.cols, self.epilogue),
                 fmt.k_multiple,
                 f"quantize_to={fmt.text!r}",
             )
-        takes = fmt is not None and fmt.global_scale is not None
-        if takes != (self.amax is not None):
+        needs_amax = fmt is not None and fmt.global_scale is not None
+        if needs_amax != (self.amax is not None):
             raise ValueError(
-                "amax is of results that are quantized to a format with a second level, and needed there"
+                "amax must be given if, and only if, quantize_to is a format with a global scale, "
+                f"got quantize_to={self.quantize_to!r}"
             )
         if self.amax is not None:
             check_tensor("amax", self.amax, dtypes=(torch.float32,), shape=(self.offs.shape[0],))
 
     def outputs(self) -> list[BufferSpec]:
+        """Return the result and the stored preactivation, or the buffers of a quantized result."""
         (z,) = super().outputs()
         width = result_columns(self.cols, self.epilogue)
         if (fmt := self.result_record) is not None:
@@ -199,30 +208,34 @@ class _Activated(MGrouped):
 @register
 @dataclass
 class MGroupedGemmActivate(_Activated, MGroupedGemm):  # type: ignore[misc]
-    """``m_grouped_gemm`` and ``moe_activate`` of that in one kernel, with the bits of the two.
+    """Compute ``m_grouped_gemm`` and ``moe_activate`` of the result in one kernel.
 
-    So z, the product with its factors and bias, is rounded to ``out_dtype`` before the activation.
+    The result has the bits of the two ops: z, the product with its factors and bias, is rounded to
+    ``out_dtype`` before the activation.
 
     Args:
-        a: as for ``m_grouped_gemm``, and so all up to ``accumulation``.
-        b: (G, N, K), or (G, 2 N, K) of a gated activation, whose rows are halves [A | B].
-        epilogue: its text, as ``moe_activate`` takes it.
-        interleaved: rows of ``b`` (and of ``bias``) for the two inputs of a gated activation
+        a: As for ``m_grouped_gemm``, and so are all arguments up to ``accumulation``.
+        b: (G, N, K), or (G, 2 N, K) for a gated activation, whose rows are halves [A | B].
+        epilogue: Text of the activation, as for ``moe_activate``.
+        interleaved: Rows of ``b`` (and of ``bias``) for the two inputs of a gated activation
             alternate, A first.
-        keeps_z: z is returned, too, with columns in the order of the rows of ``b``.
-        quantize_to: text of a format to which a, rounded to ``out_dtype``, is quantized
-            instead, without z.
-        amax: (G,) fp32, its second level, of a format that has one: as for
+        keeps_z: Return z, too, with columns in the order of the rows of ``b``.
+        quantize_to: Text of a format. The activated result, rounded to ``out_dtype``, is quantized
+            to it, and z is not returned.
+        amax: (G,) fp32, the amaxes of the result, for a format with a global scale, as for
             ``grouped_quantize``.
 
     Returns:
-        a (T, N), then z (T, N or 2 N) if kept; rows of the tail are zeros. The ``_out`` form
-        leaves them alone. Or what ``grouped_quantize`` of a with ``offs`` and ``amax`` returns.
+        The activated result (T, N), then z (T, N or 2 N) with ``keeps_z``; rows of the tail are
+        zeros. The ``_out`` form does not write rows of the tail. With ``quantize_to`` it returns
+        the tensors that ``grouped_quantize`` of the activated result with ``offs`` and ``amax``
+        returns.
     """
 
     name: ClassVar[str] = "m_grouped_gemm_activate"
 
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        """Multiply, activate and quantize with the reference backend."""
         (spec,) = MGrouped.outputs(self)
         z = outputs[1] if self.keeps_z else spec.allocate(self.device, True)
         super().run_reference([z], **options)
@@ -236,14 +249,14 @@ class MGroupedGemmActivate(_Activated, MGroupedGemm):  # type: ignore[misc]
 @register
 @dataclass
 class MGroupedQuantizeGemmActivate(_Activated, MGroupedQuantizeGemm):
-    """``grouped_quantize`` of ``a`` and ``m_grouped_gemm_activate`` of that in one op.
+    """Compute ``grouped_quantize`` of ``a`` and ``m_grouped_gemm_activate`` in one op.
 
     Args:
-        a: as for ``m_grouped_quantize_gemm``, and so all up to ``inverse``.
-        epilogue: as for ``m_grouped_gemm_activate``, and so all behind it.
+        a: As for ``m_grouped_quantize_gemm``, and so are all arguments up to ``inverse``.
+        epilogue: As for ``m_grouped_gemm_activate``, and so are all arguments after it.
 
     Returns:
-        As ``m_grouped_gemm_activate``.
+        As for ``m_grouped_gemm_activate``.
     """
 
     name: ClassVar[str] = "m_grouped_quantize_gemm_activate"

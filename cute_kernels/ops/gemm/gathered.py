@@ -1,4 +1,7 @@
-"""Where rows of a product are gathered into memory first, because no kernel reads them by an index."""
+"""Products that gather rows into memory first.
+
+No kernel reads these rows by an index, or gathering first is faster.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -6,44 +9,57 @@ from typing import Any
 
 from torch import Tensor
 
+from ...arch import get_arch
 from ...runtime.allocator import Allocator
 from ...runtime.launch import Launcher
 from ..moe.op import MoeGather
 from ..plan import Runner
 
-#: Columns of the other operand from which on gathering first is as fast. Products of 256 and 2048
-#: rows a group by 1536 columns take 18 and 10% less by an index, and by 4096 columns 1% more; those
-#: of few rows a group wait for weights. Weight gradients of 1536 columns take 5% more of 256 rows a
-#: group and 10% less of 2048, of 4096 columns 4 to 20% more (H200).
+#: Number of columns of the other operand from which gathering first is as fast. Times by an index
+#: (H200): products with 256 and 2048 rows per group take 18 and 10% less with 1536 columns, and 1%
+#: more with 4096 columns. Products with few rows per group wait for weights. Weight gradients with
+#: 1536 columns take 5% more with 256 rows per group and 10% less with 2048. With 4096 columns they
+#: take 4 to 20% more.
 _MOST_COLS, _FEW_ROWS, _MANY_ROWS = 4096, 64, 1024
-#: Rows a group above which gathering first is faster for products that activate, whose gathering
-#: kernels have no warps left to activate beside the products: layers took 4% less by an index with
-#: 128 rows a group, as much with 256, 6% more with 512 and 2048 (H200).
+#: Rows per group above which gathering first is faster for products that activate: their gathering
+#: kernels have no warps left that could activate during the products. Layers took 4% less by an
+#: index with 128 rows per group, as much with 256, and 6% more with 512 and 2048 (H200).
 _MOST_ACTIVATED = 256
-#: Bytes of a matrix, from one row to the next, that kernels address.
+#: Extent of a matrix in bytes that the gathering kernels can address.
 _MOST_BYTES = 2**35
 
 
 def gathers_first(op: Any, side: str, arch: str) -> bool:
-    """Whether those of operand ``side`` are.
+    """Return True if the rows of operand ``side`` ("a" or "b") are gathered into memory first.
 
-    TMA of sm_100a reads four rows of plain operands by their numbers, where sm_90a has warps that
-    do, if both operands are plain. There what is gathered first is written and read once, whatever
-    it is multiplied by, and multiplied by kernels that are 1 to 20% faster: see ``_MOST_COLS``.
-    Beside codes, the pass that rearranges a plain A reads it by the index.
+    TMA of sm_100a reads four rows of plain operands by their numbers. On sm_90a warps copy the
+    rows, if both operands are plain. There, rows that are gathered first are written and read once,
+    however often they are multiplied, and the kernels that multiply them are 1 to 20% faster: see
+    ``_MOST_COLS``. If B is codes, the pass that rearranges a plain A reads it by the index.
     """
     if op.index is None:
         return False
+    has_tma_gather = get_arch(arch).has_tma_gather
+    if _must_gather(op, side, has_tma_gather):
+        return True
+    return not has_tma_gather and op.b_record is None and _prefers_gathering(op, side)
+
+
+def _must_gather(op: Any, side: str, has_tma_gather: bool) -> bool:
+    """Return True if no kernel reads rows of ``side`` by the index, False if one does."""
     x: Tensor = getattr(op, side)
-    if arch == "sm_100a":
-        # No tensor map is of no rows.
+    if has_tma_gather:
+        # A tensor map cannot have no rows.
         return op.a_record is not None or x.shape[0] == 0
     if op.a_record is not None or len(x) * x.stride(0) * x.itemsize > _MOST_BYTES:
         return True
-    if op.b_record is not None:
-        return (
-            side == "b"
-        )  # A is rearranged; or B is decoded first, and the plain product asks again.
+    # With a quantized B, either A is rearranged by the index, or B is decoded first, and then this
+    # is asked again for the plain product.
+    return op.b_record is not None and side == "b"
+
+
+def _prefers_gathering(op: Any, side: str) -> bool:
+    """Return True if gathering first is faster on sm_90a, by the measurements at the constants."""
     mean: int = op.num_rows // op.offs.shape[0]
     cols: int = op.cols if side == "a" else op.width("a")
     if side == "a" and op.has_activation:
@@ -56,21 +72,28 @@ def gathers_first(op: Any, side: str, arch: str) -> bool:
 def multiply_gathered(
     op: Any, side: str, launch: Launcher, multiply: Callable[[Any, Launcher], Runner]
 ) -> Runner:
-    """How that runs, with ``multiply`` for the rows of operand ``side`` one after the other."""
+    """Build the runner of a product that gathers the rows of operand ``side`` first.
 
-    def gathering(op: Any) -> MoeGather:
+    Args:
+        op: The product with its row index.
+        side: Operand whose rows are gathered, "a" or "b".
+        launch: Launcher of kernels.
+        multiply: Builds the runner of the product of the gathered rows.
+    """
+
+    def gather_op(op: Any) -> MoeGather:
         return MoeGather(getattr(op, side), op.index, op.inverse)
 
     def product(op: Any, rows: Tensor) -> Any:
         return dataclasses.replace(op, rows=None, inverse=None, **{side: rows})
 
-    gather = gathering(op).build_runner(launch)
-    buffer = Allocator(gathering(op).outputs(), op.device)
+    gather = gather_op(op).build_runner(launch)
+    buffer = Allocator(gather_op(op).outputs(), op.device)
     run_plain = multiply(product(op, buffer.make()[0]), launch)
 
     def run(op: Any, outputs: Sequence[Tensor], **options: bool) -> None:
-        made = buffer.make()
-        gather(gathering(op), made)
-        run_plain(product(op, made[0]), outputs, **options)
+        gathered = buffer.make()
+        gather(gather_op(op), gathered)
+        run_plain(product(op, gathered[0]), outputs, **options)
 
     return run

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ...arch import get_arch
 from ...kernels.gemm.choose import choose_config, preferred_tiles, split_launches
 from ...kernels.gemm.common.config import GemmConfig
 from ...kernels.gemm.common.operand_kinds import operand_of
@@ -40,12 +41,12 @@ _forced: list[TileShape] = []
 
 @contextlib.contextmanager
 def force_tile(tile: TileShape) -> Iterator[None]:
-    """Have grouped GEMMs use ``tile`` whatever their sizes, in all threads; for measurements.
+    """Make grouped GEMMs use ``tile`` whatever their sizes, in all threads; for measurements.
 
     Every tile gives the same bits. A product that cannot have the tile raises UnsupportedError.
 
     Args:
-        tile: one of ``SM100_TILES`` or ``SM90_TILES`` of ``cute_kernels.kernels.gemm``.
+        tile: One of ``SM100_TILES`` or ``SM90_TILES`` of ``cute_kernels.kernels.gemm``.
     """
     _forced.append(tile)
     clear_plan_cache()
@@ -56,12 +57,12 @@ def force_tile(tile: TileShape) -> Iterator[None]:
         clear_plan_cache()
 
 
-def _operands(op: GroupedGemm, arch: str) -> dict[str, Any]:
-    """What GEMM configurations say of both operands."""
+def _operand_fields(op: GroupedGemm, arch: str) -> dict[str, Any]:
+    """Return the fields of a GEMM configuration that describe both operands."""
     if op.b_record is None:
         return {"operand": dtype_name(op.a.dtype)}
     b = operand_of(op.b_record)
-    if op.a_record is None and arch != "sm_90a":
+    if op.a_record is None and CONFIGS[arch] is not Sm90GemmConfig:
         return {"operand": dtype_name(op.a.dtype), "b_operand": b.name}
     a = b if op.a_record is None else operand_of(op.a_record)
     fields: dict[str, Any] = {"operand": a.name}
@@ -73,7 +74,7 @@ def _operands(op: GroupedGemm, arch: str) -> dict[str, Any]:
 
 
 def _sm90_fields(op: GroupedGemm) -> dict[str, Any]:
-    """Fields of a configuration that only sm_90a has: of products with quantized weights."""
+    """Return the fields of quantized weights that only configurations for sm_90a have."""
     a, b = op.a_record, op.b_record
     if b is None:
         return {}
@@ -87,41 +88,47 @@ def _sm90_fields(op: GroupedGemm) -> dict[str, Any]:
 
 @launched_by(MGrouped)
 def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
-    """How the ``m_grouped`` GEMMs run."""
+    """Build the runner of an ``m_grouped`` GEMM."""
     if op.num_rows == 0 or op.cols == 0:
-        return _give_level
+        return _write_global_scale
     if gathers_first(op, "a", launch.arch):
         return multiply_gathered(op, "a", launch, m_grouped)
     if decodes_first(op, launch.arch):
         return multiply_decoded(op, launch, m_grouped)
-    base, problem = _m_grouped(op, launch.arch)
+    base, problem = _m_grouped_problem(op, launch.arch)
     return _runner(op, _choose(base, problem, launch), problem, launch)
 
 
-def _m_grouped(op: MGrouped, arch: str) -> tuple[GemmConfig, GemmProblem]:
-    """What an ``m_grouped`` product asks for: a configuration but for its tile, and sizes."""
-    cls, fields = CONFIGS[arch], _sm90_fields(op) if arch == "sm_90a" else {}
+def _m_grouped_problem(op: MGrouped, arch: str) -> tuple[GemmConfig, GemmProblem]:
+    """Return the configuration of an ``m_grouped`` product, with any tile, and its sizes."""
+    cls = CONFIGS[arch]
+    fields = _sm90_fields(op) if cls is Sm90GemmConfig else {}
+    # An activation, its form, and the format of the result; none for a plain product.
+    names = ("activation", "interleaved", "stores_preactivation", "quantizes_to")
+    epilogue = dict(zip(names, op.epilogue_fields, strict=False))
     base = cls(
-        **_operands(op, arch),
+        **_operand_fields(op, arch),
         tile=cls.any_tile("m_grouped"),
         out_dtype=dtype_name(op.result_dtype),
         row_scaled=op.row_scaled,
         bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
         has_alpha=op.alpha is not None,
         transpose_b=op.is_b_mn_major,
-        gathered=op.index is not None
-        and "activations" not in fields,  # Those are gathered when they are rearranged.
-        **dict(
-            zip(
-                ("activation", "interleaved", "keeps_z", "quantizes_to"),
-                op.of_activation,
-                strict=False,
-            )
-        ),
+        # A plain A beside codes is gathered when it is rearranged.
+        gathered=op.index is not None and "activations" not in fields,
+        **epilogue,
         **fields,
     )
-    sizes = (op.offs.shape[0], op.num_rows, op.cols)
-    return base, GemmProblem(base.operand, "m_grouped", base.out_dtype, *sizes, k=op.depth)
+    problem = GemmProblem(
+        operand=base.operand,
+        grouping="m_grouped",
+        out_dtype=base.out_dtype,
+        groups=op.offs.shape[0],
+        rows=op.num_rows,
+        n=op.cols,
+        k=op.depth,
+    )
+    return base, problem
 
 
 def activates(op: MGrouped, arch: str, quantizer: bool) -> bool:
@@ -137,7 +144,7 @@ def activates(op: MGrouped, arch: str, quantizer: bool) -> bool:
     """
     if decodes_first(op, arch):
         op = dataclasses.replace(cast("MGroupedGemm", op), b=op.b.to(op.a.dtype), b_format=None)
-    base, problem = _m_grouped(op, arch)
+    base, problem = _m_grouped_problem(op, arch)
     if isinstance(base, Sm90GemmConfig) and not prefers_activation(base, op.num_rows, quantizer):
         return False
     tiles = preferred_tiles(base)
@@ -148,13 +155,13 @@ def activates(op: MGrouped, arch: str, quantizer: bool) -> bool:
 def quantize_and_multiply(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner:
     """Build the runner of ``m_grouped_quantize_gemm``.
 
-    A becomes fp16 values without codes if a kernel can do that, else codes in memory.
+    A becomes fp16 values without codes if a kernel can do that, and otherwise codes in memory.
     """
-    return quantizing(op, launch) or _one_after_the_other(op, launch)
+    return run_as_values(op, launch) or _run_two_ops(op, launch)
 
 
-def _one_after_the_other(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner:
-    """Quantizing to codes in memory, and the GEMM of those."""
+def _run_two_ops(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner:
+    """Build the runner that quantizes A to codes in memory and multiplies the codes."""
     quantizer = op.quantizer()
     quantize = quantizer.build_runner(launch)
     codes = Allocator(quantizer.outputs(), op.device)
@@ -168,15 +175,17 @@ def _one_after_the_other(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner:
     return run
 
 
-def quantizing(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner | None:
-    """How ``m_grouped_quantize_gemm`` runs where A becomes values; None where it does not."""
-    if launch.arch != "sm_90a" or not op.a.numel() or values_config(op, launch) is None:
+def run_as_values(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner | None:
+    """Build the runner that quantizes A to values; None if no kernel can do that."""
+    multiplies_codes = get_arch(launch.arch).has_block_scaled_mma
+    if multiplies_codes or not op.a.numel() or values_config(op, launch) is None:
         return None
     return m_grouped(op, launch)
 
 
 @launched_by(KGroupedGemm)
 def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
+    """Build the runner of a ``k_grouped`` GEMM."""
     (spec,) = op.outputs()
     groups, m, n = spec.shape
     if op.num_rows == 0 or m == 0 or n == 0:
@@ -185,34 +194,49 @@ def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
         return multiply_gathered(op, "b", launch, k_grouped)
     cls = CONFIGS[launch.arch]
     base = cls(
-        **_operands(op, launch.arch),
+        **_operand_fields(op, launch.arch),
         grouping="k_grouped",
         tile=cls.any_tile("k_grouped"),
         out_dtype=dtype_name(spec.dtype),
         has_alpha=op.alpha is not None,
         gathered=op.index is not None,
-        **(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
+        **(_sm90_fields(op) if cls is Sm90GemmConfig else {}),
     )
-    problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, op.num_rows, n, m=m)
+    problem = GemmProblem(
+        operand=base.operand,
+        grouping="k_grouped",
+        out_dtype=base.out_dtype,
+        groups=groups,
+        rows=op.num_rows,
+        n=n,
+        m=m,
+    )
     return _runner(op, _choose(base, problem, launch), problem, launch)
 
 
-def _give_level(
+def _write_global_scale(
     op: object, outputs: Sequence[Tensor], accumulate: bool = False, fresh: bool = False
 ) -> None:
-    """Write the second level of results that have one, of groups, not of rows: magnitudes of the
-    amaxes given.
+    """Write the global scale per group of a quantized result: the magnitudes of the given amaxes.
+
+    Results without a global scale per group stay as they are.
     """
     if (amax := getattr(op, "amax", None)) is not None:
         torch.abs(amax, out=outputs[-1])
 
 
 def _zero(op: object, outputs: Sequence[Tensor], accumulate: bool = False) -> None:
+    """Fill the output of a product without rows or columns with zeros, unless it accumulates."""
     if not accumulate:
         outputs[0].zero_()
 
 
 def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmConfig:
+    """Return ``base`` with the chosen tile, or the forced one.
+
+    Raises:
+        UnsupportedError: No tile, or not the forced one, can compute the problem.
+    """
     try:
         tile = _forced[-1] if _forced else None
         return choose_config(base, problem, launch.num_sms, tile, launch.bandwidth)
@@ -221,6 +245,14 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
 
 
 def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: Launcher) -> Runner:
+    """Build the runner of a product whose configuration is chosen.
+
+    Args:
+        op: The product; the runner takes ops of the same metadata.
+        config: Configuration with its tile.
+        problem: Sizes of the product.
+        launch: Launcher of kernels.
+    """
     if isinstance(config, Sm90GemmConfig):
         prepare = sm90_preparation(op, config, launch)
     elif isinstance(config, Sm100GemmConfig):
@@ -231,76 +263,96 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
     vectors = (op.offs, op.index, getattr(op, "bias", None), op.alpha)
     is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
-    keeps_z, is_quantized = config.keeps_z, config.quantizes_to is not None
-    parts = (
-        (config,) if _forced else split_launches(config, problem, launch.num_sms, launch.bandwidth)
-    )
+    stores_z, is_quantized = config.stores_preactivation, config.quantizes_to is not None
+    configs: tuple[GemmConfig, ...] = (config,)
+    if not _forced:
+        configs = split_launches(config, problem, launch.num_sms, launch.bandwidth)
 
     @functools.cache
     def kernels(accumulate: bool, zero_tail: bool) -> list[Callable[..., object]]:
         zero_tail = zero_tail and not is_quantized
         return [
-            launch.kernel(dataclasses.replace(part, accumulate=accumulate, zero_tail=zero_tail))
-            for part in parts
+            launch.kernel(dataclasses.replace(config, accumulate=accumulate, zero_tail=zero_tail))
+            for config in configs
         ]
 
     def run(
         op: GroupedGemm, outputs: Sequence[Tensor], accumulate: bool = False, fresh: bool = False
     ) -> None:
+        """Launch the kernels of one call."""
         a, b = read(op)
         if not is_addressable or _is_misaligned(a) or _is_misaligned(b):
-            a, b = _addressable_parts(a), _addressable_parts(b)
+            a, b = _addressable_tensors(a), _addressable_tensors(b)
         offs, rows, bias, alpha = op.offs, op.index, getattr(op, "bias", None), op.alpha
         if not is_dense:
             offs, rows, bias, alpha = offs.contiguous(), dense(rows), dense(bias), dense(alpha)
         # Parameters may be views of one flat buffer, at any element of it.
         bias = aligned(bias, PITCH_ALIGNMENT)
         if prepare is not None:
-            a, b = prepare(a, b, offs, rows)
+            a, b = prepare(op, a, b, offs, rows)
         if not config.gathered:
             rows = None
-        out, z = outputs if keeps_z else (outputs[0], None)
-        out_scales, level = (*outputs[1:], None)[:2] if is_quantized else (None, None)
-        if level is not None:
-            _give_level(op, outputs)
-            level = dense(level)
+        out, z = outputs if stores_z else (outputs[0], None)
+        out_scales, out_global_scale = (*outputs[1:], None)[:2] if is_quantized else (None, None)
+        if out_global_scale is not None:
+            _write_global_scale(op, outputs)
+            out_global_scale = dense(out_global_scale)
         for kernel in kernels(accumulate, fresh):
-            # As GemmArguments names them; making one takes half a microsecond of every call.
-            kernel(*a, *b, offs, rows, bias, alpha, out, launch.num_sms, z, out_scales, level, None)
+            # In the order of GemmArguments. Creating one would take half a microsecond per call.
+            kernel(
+                *a,
+                *b,
+                offs,
+                rows,
+                bias,
+                alpha,
+                out,
+                launch.num_sms,
+                z,
+                out_scales,
+                out_global_scale,
+                None,
+            )
 
     return run
 
 
-def _is_misaligned(parts: OperandTensors) -> bool:
-    values, scales, level = parts
-    address = values.data_ptr()
+def _is_misaligned(operand: OperandTensors) -> bool:
+    """Return True if a tensor of the operand begins at an address that kernels cannot read."""
+    codes, scales, global_scale = operand
+    address = codes.data_ptr()
     if scales is not None:
         address |= scales.data_ptr()
-    if level is not None:
-        address |= level.data_ptr()
+    if global_scale is not None:
+        address |= global_scale.data_ptr()
     return address % PITCH_ALIGNMENT != 0
 
 
-def _is_addressable(parts: OperandTensors) -> bool:
-    """Whether kernels can address an operand with its strides: scale tiles follow each other."""
-    values, *rest = parts
-    return _has_pitches(values) and all(x is None or x.is_contiguous() for x in rest)
+def _is_addressable(operand: OperandTensors) -> bool:
+    """Return True if kernels can read an operand with its strides.
+
+    Scale tiles and global scales must be contiguous.
+    """
+    codes, *scales = operand
+    return _has_pitches(codes) and all(x is None or x.is_contiguous() for x in scales)
 
 
 def _has_pitches(x: Tensor) -> bool:
-    """Whether TMA can address rows that are as far apart as those of ``x``."""
+    """Return True if TMA can read rows with the pitch of ``x``."""
     size = x.element_size()
     return x.stride(-1) == 1 and all(s * size % PITCH_ALIGNMENT == 0 for s in x.stride()[:-1])
 
 
-def _addressable_parts(parts: OperandTensors) -> OperandTensors:
-    values, *rest = parts
-    scales, amax = (None if x is None else readable(x) for x in rest)
-    return _addressable(values), scales, amax
+def _addressable_tensors(operand: OperandTensors) -> OperandTensors:
+    """Return an operand that kernels can read, copied where needed."""
+    codes, *scales = operand
+    return OperandTensors(
+        _addressable(codes), *(None if x is None else readable(x) for x in scales)
+    )
 
 
 def _addressable(x: Tensor) -> Tensor:
-    """``x``, copied if TMA cannot address its rows where they are."""
+    """Return ``x``, copied if TMA cannot read its rows where they are."""
     if _has_pitches(x) and x.data_ptr() % PITCH_ALIGNMENT == 0:
         return x
     size = x.element_size()

@@ -1,9 +1,10 @@
 """Grouped GEMM ops.
 
-``m_grouped``: rows of ragged groups times one matrix a group (fprop and dgrad). ``k_grouped``: two
-ragged operands multiplied over their common rows (wgrad). Names follow DeepGEMM. An operand is a
-plain tensor, or the codes of one direction of a quantized one with the rest of that direction in a
-list beside it; the text of its format says how to read them.
+An ``m_grouped`` product multiplies the rows of each ragged group by one matrix per group (fprop and
+dgrad). A ``k_grouped`` product multiplies two ragged operands over their common rows (wgrad). The
+names follow DeepGEMM. An operand is a plain tensor, or the codes of one direction of a quantized
+tensor. The other tensors of that direction are in a list beside the codes, and the text of the
+format says how to read them.
 """
 
 from __future__ import annotations
@@ -42,47 +43,69 @@ from ..derivatives import not_differentiable
 from ..format_pairs import check_accumulation, check_pair, check_transforms, is_w4a8
 from ..op import Op
 from ..registration import register
-from .operand_tensors import OperandTensors
+from .operand_tensors import Operands, OperandTensors
 
 _FP32 = (torch.float32,)
 
 
 def parse_given(text: str | None) -> Format | None:
-    """The format of a text; None for none."""
+    """Return the format of a text, or None for None."""
     return None if text is None else parse(text)
 
 
 def check_vectors(num_groups: int, cols: int, bias: Tensor | None, alpha: Tensor | None) -> None:
-    """Check the vectors of each group that an epilogue takes."""
+    """Check the vectors of an epilogue.
+
+    Args:
+        num_groups: G.
+        cols: N.
+        bias: (G, N), bf16, fp16 or fp32, or None.
+        alpha: (G,), fp32, or None.
+    """
     if bias is not None:
         check_tensor("bias", bias, dtypes=INPUT_DTYPES, shape=(num_groups, cols))
     if alpha is not None:
         check_tensor("alpha", alpha, dtypes=_FP32, shape=(num_groups,))
 
 
-def _places(scales: list[Tensor] | None, fmt: Format | None) -> tuple[int | None, int | None]:
-    """Where the block scales and the second level are in an operand's list, None if nowhere."""
+def _scale_positions(
+    scales: list[Tensor] | None, fmt: Format | None
+) -> tuple[int | None, int | None]:
+    """Return the indices of the block scales and of the global scale in a list of scales.
+
+    An index is None if the operand has no such scales.
+    """
     if fmt is None or scales is None:
         return None, None
     names = fmt.operand_names(columnwise=False)[1:]
     return 0 if fmt.scale is not None else None, len(names) - 1 if fmt.global_scale else None
 
 
-def _read(
-    a_at: tuple[int | None, int | None], b_at: tuple[int | None, int | None], op: GroupedGemm
-) -> tuple[OperandTensors, OperandTensors]:
-    return _parts(op.a, op.a_scales, *a_at), _parts(op.b, op.b_scales, *b_at)
-
-
-def _parts(
-    codes: Tensor, scales: list[Tensor] | None, scale_at: int | None, level_at: int | None
+def _operand_tensors(
+    codes: Tensor,
+    scales: list[Tensor] | None,
+    block_position: int | None,
+    global_position: int | None,
 ) -> OperandTensors:
+    """Return the tensors of one operand, given its list of scales and the positions in it."""
     if scales is None:
-        return codes, None, None
-    return (
+        return OperandTensors(codes)
+    return OperandTensors(
         codes,
-        None if scale_at is None else scales[scale_at],
-        None if level_at is None else scales[level_at],
+        None if block_position is None else scales[block_position],
+        None if global_position is None else scales[global_position],
+    )
+
+
+def _read_operands(
+    a_positions: tuple[int | None, int | None],
+    b_positions: tuple[int | None, int | None],
+    op: GroupedGemm,
+) -> Operands:
+    """Return the tensors of both operands of ``op``, given the positions of their scales."""
+    return (
+        _operand_tensors(op.a, op.a_scales, *a_positions),
+        _operand_tensors(op.b, op.b_scales, *b_positions),
     )
 
 
@@ -93,44 +116,56 @@ def _reference_operand(
     columnwise: bool,
     index: Tensor | None = None,
 ) -> reference.Operand:
+    """Return an operand as the reference backend reads it."""
     if fmt is None:
         return reference.Operand(codes, row_index=index)
-    _, block_scales, vector = _parts(codes, scales, *_places(scales, fmt))
-    return reference.Operand(codes, fmt, block_scales, vector, columnwise, index)
+    tensors = _operand_tensors(codes, scales, *_scale_positions(scales, fmt))
+    return reference.Operand(codes, fmt, tensors.scales, tensors.global_scale, columnwise, index)
 
 
-def _check_own_scales(fmt: Format | None) -> None:
-    """Rows of a tensor of this format must have scales of their own, or none."""
+def _check_row_scales(fmt: Format | None) -> None:
+    """Raise ValueError unless rows of this format have scales of their own, or none."""
     level = None if fmt is None else fmt.global_scale_for(columnwise=False)
     if fmt is not None and (fmt.is_2d or level is not None and level.per != "row"):
         raise ValueError(
-            f"rows needs an a_format whose scales are those of single rows, got {fmt.text!r}"
+            f"rows needs an a_format whose scales belong to single rows, got {fmt.text!r}"
         )
 
 
-def _sum_at(rows: Tensor, terms: Tensor, like: Tensor) -> Tensor:
-    """The sums in fp32 of the terms (T, K) of each row of ``like``, in the order of T."""
-    place = torch.where((rows >= 0) & (rows < len(like)), rows, len(like)).long()
+def _sum_of_rows(rows: Tensor, terms: Tensor, like: Tensor) -> Tensor:
+    """Return fp32 sums of the terms of each row of ``like``, added in the order of T.
+
+    Args:
+        rows: (T,) int32, the row of ``like`` to which each term is added. Indices out of range
+            count for nothing.
+        terms: (T, K).
+        like: (S, K), gives the shape and dtype of the result.
+    """
+    target = torch.where((rows >= 0) & (rows < len(like)), rows, len(like)).long()
     sums = terms.new_zeros(len(like) + 1, terms.shape[1], dtype=torch.float32)
-    return sums.index_put_((place,), terms.float(), accumulate=True)[:-1].to(like.dtype)
+    return sums.index_put_((target,), terms.float(), accumulate=True)[:-1].to(like.dtype)
 
 
-def _saved(
+def _saved_tensors(
     ctx: Any, name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """What ``setup_context`` saved; nothing of quantized operands."""
+    """Return the tensors that ``setup_context`` saved.
+
+    Raises:
+        RuntimeError: The operands were quantized, so that nothing was saved.
+    """
     if not ctx.saved_tensors:
         not_differentiable(f"{name} of quantized operands")(ctx)
     return ctx.saved_tensors
 
 
 class GroupedGemm(Op):
-    """What the GEMMs share."""
+    """Base class of the grouped GEMM ops."""
 
     accumulates: ClassVar[bool] = True
-    #: Operands that come as codes where they have a format.
+    #: Operands that are codes if they have a format.
     quantized_sides: ClassVar[str] = "ab"
-    #: Whether the result goes through an activation.
+    #: True if an activation is applied to the result.
     has_activation: ClassVar[bool] = False
     alignment: ClassVar[int] = PITCH_ALIGNMENT
 
@@ -150,47 +185,51 @@ class GroupedGemm(Op):
 
     @property
     def index(self) -> Tensor | None:
-        """Which rows of an operand the product reads, where that is not all in their order."""
+        """Row index of an operand, (T,) int32; None if rows are read in their order."""
         return None if self.quantizes_a else self.rows
 
     @property
     def a_record(self) -> Format | None:
-        """The format of A; None if plain."""
+        """Format of A; None if A is plain."""
         return parse_given(self.a_format)
 
     @property
     def b_record(self) -> Format | None:
-        """The format of B; None if plain."""
+        """Format of B; None if B is plain."""
         return parse_given(self.b_format)
 
     @property
     def result_record(self) -> Format | None:
-        """The format that the result is quantized to; None if it is not."""
+        """Format to which the result is quantized; None if it is not quantized."""
         return None
 
     @property
     def quantizes_a(self) -> bool:
-        """Whether A is plain and quantized on the way."""
+        """True if A is plain and the op quantizes it."""
         return "a" not in self.quantized_sides
 
     @property
     @abc.abstractmethod
     def uses_columnwise(self) -> bool:
-        """Whether B is a columnwise copy."""
+        """True if B is a columnwise copy."""
 
     @property
     @abc.abstractmethod
     def is_split(self) -> bool:
-        """Whether sums of codes without block scales move to fp32 every 128 of K."""
+        """True if sums of codes without block scales move to fp32 registers every 128 of K."""
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """``out_dtype``, or for None the dtype of a plain A; codes have none: then it is bf16."""
+        """Dtype of the result.
+
+        It is ``out_dtype``, or by default the dtype of a plain A, or bf16 if A is codes.
+        """
         if self.out_dtype is not None:
             return self.out_dtype
         return self.a.dtype if self.a_format is None else torch.bfloat16
 
     def capability(self) -> tuple[str, Format | None]:
+        """Return the name and format under which the capability table lists this product."""
         if self.a_format is None and self.b_format is not None:
             return "grouped_gemm_w4a16", self.b_record
         return "grouped_gemm_w4a8" if is_w4a8(
@@ -198,30 +237,35 @@ class GroupedGemm(Op):
         ) else "grouped_gemm", self.a_record
 
     def require(self, backend: Backend) -> None:
+        """Raise UnsupportedError if the backend cannot multiply the formats of both operands."""
         name, fmt = self.capability()
         arch = backend.listed
         dtype = self.a.dtype if fmt is None or name == "grouped_gemm_w4a16" else None
-        facts = {
+        options = {
             "prepacked": self.prepacked,
             "gathered": self.index is not None,
             "result": self.result_record,
         }
-        require(name, fmt, arch, dtype=dtype, **facts)
+        require(name, fmt, arch, dtype=dtype, **options)
         if self.b_record not in (None, fmt):
             name = "grouped_gemm_w4a16" if name == "grouped_gemm_w4a8" else name
-            require(name, self.b_record, arch, **facts)
+            require(name, self.b_record, arch, **options)
 
-    def operands(self) -> tuple[OperandTensors, OperandTensors]:
-        """Codes, block scales and second level of A and of B, None where there are none."""
+    def operands(self) -> Operands:
+        """Return the tensors of A and of B."""
         return self.reader()(self)
 
-    def reader(self) -> Callable[[GroupedGemm], tuple[OperandTensors, OperandTensors]]:
-        """``operands`` of calls with this one's metadata, which is looked at once."""
-        a_at, b_at = _places(self.a_scales, self.a_record), _places(self.b_scales, self.b_record)
-        return functools.partial(_read, a_at, b_at)
+    def reader(self) -> Callable[[GroupedGemm], Operands]:
+        """Return a function that reads the operands of any call with this call's metadata.
+
+        The metadata is examined once, here.
+        """
+        a_positions = _scale_positions(self.a_scales, self.a_record)
+        b_positions = _scale_positions(self.b_scales, self.b_record)
+        return functools.partial(_read_operands, a_positions, b_positions)
 
     def _check_formats(self) -> None:
-        """Whether the formats can be multiplied at all."""
+        """Raise ValueError unless the formats of A and B can be multiplied."""
         for side in self.quantized_sides:
             text, scales = getattr(self, f"{side}_format"), getattr(self, f"{side}_scales")
             if (text is None) != (scales is None):
@@ -235,7 +279,7 @@ class GroupedGemm(Op):
 
 
 class MGrouped(GroupedGemm):
-    """What the GEMMs of ragged rows by one matrix a group share."""
+    """Base class of the GEMMs that multiply ragged rows by one matrix per group."""
 
     bias: Tensor | None
     transpose_b: bool
@@ -243,36 +287,36 @@ class MGrouped(GroupedGemm):
     fills_fresh: ClassVar[bool] = True
 
     @property
-    def of_activation(self) -> tuple[Any, ...]:
-        """The arguments of ops with an activation in the epilogue that others lack."""
+    def epilogue_fields(self) -> tuple[Any, ...]:
+        """Arguments that only ops with an activation in the epilogue have."""
         return ()
 
     @property
     def num_rows(self) -> int:
-        """T, the rows of the result."""
+        """T, the number of rows of the result."""
         return (self.a if self.rows is None else self.rows).shape[0]
 
     @property
     def depth(self) -> int:
-        """K."""
+        """K, the contracted extent in elements."""
         fmt, width = self.a_record, self.a.shape[1]
         return width if fmt is None or self.quantizes_a else fmt.element.count(width)
 
     @property
     def row_scaled(self) -> bool:
-        """Whether the second level of A is one number a row."""
+        """True if A has one global scale per row."""
         level = None if self.a_record is None else self.a_record.global_scale
         return level is not None and level.per == "row"
 
     @property
     def is_b_mn_major(self) -> bool:
-        """Whether B is contiguous along N, not along K."""
+        """True if B is contiguous along N instead of along K."""
         fmt = self.b_record
         return self.transpose_b and (fmt is None or fmt.columnwise == "untransposed")
 
     @property
     def cols(self) -> int:
-        """N."""
+        """N, the number of columns of the product."""
         return self.b.shape[2 if self.is_b_mn_major else 1]
 
     @property
@@ -280,10 +324,17 @@ class MGrouped(GroupedGemm):
         return (self.accumulation or ("split" if self.transpose_b else "fast")) == "split"
 
     def _check_formats(self) -> None:
+        """Raise ValueError unless the formats can be multiplied in this orientation."""
         super()._check_formats()
         check_transforms(None, self.b_record if self.transpose_b else None)
 
     def check(self) -> None:
+        """Check the operands, their scales and the vectors.
+
+        Raises:
+            ValueError: An argument breaks a rule.
+            TypeError: An argument has the wrong type.
+        """
         check_tensor("a", self.a, ndim=(2,))
         check_tensor("b", self.b, ndim=(3,))
         self._check_formats()
@@ -291,20 +342,34 @@ class MGrouped(GroupedGemm):
         check_offs(self.offs, groups)
         if self.index is not None:
             check_tensor("rows", self.index, dtypes=(torch.int32,), ndim=(1,))
-            _check_own_scales(self.a_record)
+            _check_row_scales(self.a_record)
         check_inverse(self.inverse, self.rows, "a", self.a)
-        a, b = self.a_record, self.b_record
+        self._check_a(groups, depth)
+        self._check_b(groups, depth)
+        check_vectors(groups, self.cols, self.bias, self.alpha)
+        check_dtype("out_dtype", self.result_dtype, INPUT_DTYPES)
+        same_device("a", self.device, **self.tensors())
+
+    def _check_a(self, groups: int, depth: int) -> None:
+        """Check A, and its scales if it is quantized."""
+        a = self.a_record
         if a is None or self.quantizes_a:
             check_dtype("a", self.a.dtype, self.plain_dtypes)
             if a is not None:
                 check_seed(getattr(self, "seed", None), a, "a", self.device)
             if a is not None and a.has_given_scale:
                 raise ValueError(
-                    f"a_format {a.text!r} takes a scale of each group, which {self.name} has no argument for: quantize a first"
+                    f"a_format {a.text!r} needs a given scale per group, for which {self.name} has "
+                    "no argument: quantize a first"
                 )
-        else:
-            copy, cut = (self.a, self.a_scales or []), groups if self.index is None else 1
-            check_copy("a", "a_scales", copy, a, (self.a.shape[0], depth), cut, columnwise=False)
+            return
+        copy, num_groups = (self.a, self.a_scales or []), groups if self.index is None else 1
+        shape = (self.a.shape[0], depth)
+        check_copy("a", "a_scales", copy, a, shape, num_groups, columnwise=False)
+
+    def _check_b(self, groups: int, depth: int) -> None:
+        """Check B, and its scales if it is quantized."""
+        b = self.b_record
         if b is None:
             plain = (None, depth, None) if self.transpose_b else (None, None, depth)
             check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=plain)
@@ -319,10 +384,10 @@ class MGrouped(GroupedGemm):
             copy = (self.b, self.b_scales or [])
             check_copy("b", "b_scales", copy, b, (groups, *shape), None, self.transpose_b)
         if self.prepacked and (b is None or b.element.per_byte == 1):
-            raise ValueError(f"prepacked is of weights of packed codes, got {self.b_format!r}")
-        check_vectors(groups, self.cols, self.bias, self.alpha)
-        check_dtype("out_dtype", self.result_dtype, INPUT_DTYPES)
-        same_device("a", self.device, **self.tensors())
+            raise ValueError(
+                "prepacked needs weights with several codes per byte, "
+                f"got b_format={self.b_format!r}"
+            )
 
     @property
     def uses_columnwise(self) -> bool:
@@ -339,6 +404,7 @@ class MGrouped(GroupedGemm):
         return [BufferSpec((self.num_rows, self.cols), self.result_dtype, zeroed=True)]
 
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        """Compute the product with the reference backend into ``outputs[0]``."""
         out = outputs[0]
         b = unpack(self.b) if self.prepacked else self.b
         reference.m_grouped_gemm(
@@ -358,49 +424,46 @@ class MGrouped(GroupedGemm):
 @register
 @dataclasses.dataclass
 class MGroupedGemm(MGrouped):
-    """Rows of each group of A times its matrix of B.
+    """Multiply the rows of each group of A by the group's matrix of B.
 
-    Plain operands are differentiable in a, b and bias. A plain ``a`` beside a quantized ``b`` is
-    multiplied by the values that b stands for (W4A16), and so are codes of a byte beside those of
-    four bits (W4A8).
+    The op is differentiable in a, b and bias if both operands are plain. A plain ``a`` with a
+    quantized ``b`` is multiplied by the decoded values of ``b`` (W4A16). Codes of 8 bits with codes
+    of 4 bits are multiplied as decoded values, too (W4A8).
 
     Args:
-        a: (T, K) bf16, fp16 or fp32; or the codes of a ragged tensor's rowwise copy.
-        b: (G, N, K) of the dtype of ``a``, or (G, K, N) with ``transpose_b``; or the codes of a
-            uniform tensor's rowwise copy (fprop), or with ``transpose_b`` of its columnwise
-            one (dgrad), whose rows are padded to whole tiles: that ``a`` has as many
-            columns as the groups have rows cannot be seen here.
+        a: (T, K), bf16, fp16 or fp32; or the codes of the rowwise copy of a ragged tensor.
+        b: (G, N, K) of the dtype of ``a``, or (G, K, N) with ``transpose_b``. Or the codes of a
+            uniform tensor: of its rowwise copy (fprop), or with ``transpose_b`` of its columnwise
+            copy (dgrad). The rows of a columnwise copy are padded to whole tiles, so that K of
+            ``b`` cannot be checked against ``a``.
         offs: (G,) int32 end rows.
         bias: (G, N), added in fp32.
         alpha: (G,) fp32 factors.
-        transpose_b: contract over the rows of the groups of ``b`` (dgrad).
-        out_dtype: bf16, fp16 or fp32; the dtype of a plain ``a`` by default. Codes have no
-            dtype that it could follow: then it is bf16.
-        a_scales: what else the copy of ``a`` needs to be read (``Format.operand_names``), such
-            as its block scales and second level; None if plain.
-        b_scales: likewise of ``b``.
-        a_format: the text of the format of ``a``; None if plain.
-        b_format: likewise of ``b``.
-        prepacked: ``b`` has the order of bits of ``cute_kernels.prepack``, which kernels for
-            sm_90a and the reference take.
-        accumulation: how a tensor core adds the products of operands without block scales
-            (FP8): "fast", all of K in one accumulator, or "split", a fresh one every 128 of
-            K, each added to an fp32 sum. By default "fast" for fprop and "split" for dgrad.
-            On sm_90a, whose accumulators keep 13 fraction bits of FP8 sums, the bits
-            differ; elsewhere "split" is met by what the accumulator is anyway. Raises for
-            other operands.
-        rows: (T,) int32, the row of ``a`` that is each row of the product, such as ``token`` of
-            ``compute_routing``: ``a`` (S, K) then has any number of rows, and one group if
-            it is quantized, to a format whose scales are those of single rows. The bits are
-            those of the product of ``moe_gather(a, rows)``: an index that is none of the
-            rows stands for zeros. Kernels of two plain operands read rows of ``a`` where
-            they are, on sm_90a if that is faster (``launch.gathered``); others gather them
-            into memory first.
-        inverse: (S, k) int32, as for ``grouped_quantize``, of rows that are gathered into
-            memory.
+        transpose_b: Contract over the rows of the groups of ``b`` (dgrad).
+        out_dtype: bf16, fp16 or fp32. By default the dtype of a plain ``a``, or bf16 for codes,
+            which have no dtype to follow.
+        a_scales: The other tensors of the copy of ``a`` (``Format.operand_names``), such as its
+            block scales and global scale; None if ``a`` is plain.
+        b_scales: The other tensors of the copy of ``b``, likewise.
+        a_format: Text of the format of ``a``; None if it is plain.
+        b_format: Text of the format of ``b``; None if it is plain.
+        prepacked: ``b`` has the bit order of ``cute_kernels.prepack``. Kernels for sm_90a and the
+            reference support that.
+        accumulation: How a tensor core adds products of operands without block scales (FP8). "fast"
+            adds all of K in one accumulator. "split" uses a fresh accumulator every 128 of K, and
+            adds each to an fp32 sum. The default is "fast" for fprop and "split" for dgrad. The
+            bits differ on sm_90a, whose accumulators keep 13 fraction bits of FP8 sums. Elsewhere
+            the accumulator is as exact as "split" anyway. Other operands raise ValueError.
+        rows: (T,) int32, the row of ``a`` for each row of the product, such as ``token`` of
+            ``compute_routing``. Then ``a`` (S, K) has any number of rows, and one group if it is
+            quantized, to a format with scales of single rows. The result has the bits of the
+            product of ``moe_gather(a, rows)``: an index out of range stands for zeros. Kernels of
+            two plain operands read rows of ``a`` by the index, on sm_90a if that is faster
+            (``ops.gemm.gathered``). Other kernels gather the rows into memory first.
+        inverse: (S, k) int32, as for ``grouped_quantize``, for rows that are gathered into memory.
 
     Returns:
-        (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
+        (T, N); rows of the tail are zeros. The ``_out`` form does not write rows of the tail.
     """
 
     a: Tensor
@@ -423,6 +486,7 @@ class MGroupedGemm(MGrouped):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save plain operands for the backward pass."""
         a, b, offs, bias, alpha, transpose_b, _, a_scales, b_scales, *_, rows, inverse = inputs
         if a_scales is not None or b_scales is not None:
             return
@@ -432,7 +496,8 @@ class MGroupedGemm(MGrouped):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, offs, alpha, rows, inverse = _saved(ctx, "m_grouped_gemm")
+        """Return the gradients of ``a``, ``b`` and ``bias``."""
+        a, b, offs, alpha, rows, inverse = _saved_tensors(ctx, "m_grouped_gemm")
         if alpha is not None and ctx.needs_input_grad[4]:
             raise RuntimeError("alpha of m_grouped_gemm has no derivative; detach it")
         ops = torch.ops.cute_kernels
@@ -441,11 +506,11 @@ class MGroupedGemm(MGrouped):
         if ctx.needs_input_grad[0]:
             da = ops.m_grouped_gemm(dy_a, b, offs, None, alpha, not ctx.transpose_b, a.dtype)
             if rows is not None:
-                da = _sum_at(rows, da, a)
+                da = _sum_of_rows(rows, da, a)
         if ctx.needs_input_grad[1]:
             if ctx.transpose_b:
-                left = a if rows is None else ops.moe_gather(a, rows, inverse)
-                db = ops.k_grouped_gemm(left, dy_a, offs, alpha, b.dtype)
+                gathered = a if rows is None else ops.moe_gather(a, rows, inverse)
+                db = ops.k_grouped_gemm(gathered, dy_a, offs, alpha, b.dtype)
             else:
                 db = ops.k_grouped_gemm(dy_a, a, offs, alpha, b.dtype, rows=rows, inverse=inverse)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
@@ -456,25 +521,29 @@ class MGroupedGemm(MGrouped):
 @register
 @dataclasses.dataclass
 class KGroupedGemm(GroupedGemm):
-    """Rows of each group of A, transposed, times those of B.
+    """Multiply the transposed rows of each group of A by the rows of the group of B.
 
-    Plain operands are differentiable in a and b.
+    The op is differentiable in a and b if both operands are plain.
 
     Args:
-        a: (T, N) bf16, fp16 or fp32; or the codes of a ragged tensor's columnwise copy.
-        b: (T, K) of the dtype of ``a``; or the codes of the columnwise copy of a tensor with
-            the same offs.
+        a: (T, N), bf16, fp16 or fp32; or the codes of the columnwise copy of a ragged tensor.
+        b: (T, K) of the dtype of ``a``; or the codes of the columnwise copy of a tensor with the
+            same offs.
         offs: (G,) int32 end rows.
         alpha: (G,) fp32 factors.
-        out_dtype: as for ``m_grouped_gemm``, and so all up to ``b_format``.
-        accumulation: as for ``m_grouped_gemm``; "split" by default.
-        rows: (T,) int32, the row of ``b`` (S, K) that is beside each row of ``a``, as for
-            ``m_grouped_gemm``; of plain operands.
-        inverse: likewise.
+        out_dtype: As for ``m_grouped_gemm``.
+        a_scales: As for ``m_grouped_gemm``.
+        b_scales: As for ``m_grouped_gemm``.
+        a_format: As for ``m_grouped_gemm``.
+        b_format: As for ``m_grouped_gemm``.
+        accumulation: As for ``m_grouped_gemm``; "split" by default.
+        rows: (T,) int32, the row of ``b`` (S, K) for each row of ``a``, as for ``m_grouped_gemm``.
+            Only for plain operands.
+        inverse: (S, k) int32, as for ``m_grouped_gemm``.
 
     Returns:
-        (G, N, K); zeros for an empty group. The ``_out`` form leaves those alone when
-        accumulating.
+        (G, N, K); zeros for an empty group. The ``_out`` form does not write empty groups when it
+        accumulates.
     """
 
     a: Tensor
@@ -494,6 +563,7 @@ class KGroupedGemm(GroupedGemm):
 
     @property
     def uses_columnwise(self) -> bool:
+        """True if B is a columnwise copy, as A is."""
         return self.a_format is not None
 
     @property
@@ -501,7 +571,7 @@ class KGroupedGemm(GroupedGemm):
         return self.accumulation != "fast"
 
     def _slots(self) -> int:
-        """Slot rows of a quantized A."""
+        """Return the number of slot rows of a quantized A."""
         fmt = self.a_record
         assert fmt is not None
         return (
@@ -512,54 +582,62 @@ class KGroupedGemm(GroupedGemm):
 
     @property
     def num_rows(self) -> int:
-        """T; of slots the most rows that they hold, for T itself is not known there."""
+        """T; for slots the most rows that they can hold, since the shapes do not tell T itself."""
         if self.a_format is None:
             return self.a.shape[0]
         return most_rows(self._slots() // TILE_ROWS, self.offs.shape[0])
 
     def width(self, side: str) -> int:
-        """N or K."""
+        """Return N for ``side="a"`` or K for ``side="b"``."""
         fmt, codes = getattr(self, f"{side}_record"), getattr(self, side)
         transposed = fmt is not None and fmt.columnwise == "transposed"
         return codes.shape[0 if transposed else 1]
 
     def check(self) -> None:
+        """Check the operands, their scales and the factors."""
         check_tensor("a", self.a, ndim=(2,))
         check_offs(self.offs)
         self._check_formats()
-        groups = self.offs.shape[0]
         if self.a_format is None:
-            check_dtype("a", self.a.dtype, INPUT_DTYPES)
-            rows = self.num_rows
-            check_tensor(
-                "b",
-                self.b,
-                dtypes=(self.a.dtype,),
-                shape=(rows if self.rows is None else None, None),
-            )
-            if self.rows is not None:
-                check_tensor("rows", self.rows, dtypes=(torch.int32,), shape=(rows,))
-            check_inverse(self.inverse, self.rows, "b", self.b)
+            self._check_plain()
         else:
-            if self.rows is not None or self.inverse is not None:
-                raise ValueError(
-                    f"rows is of plain operands: blocks of {self.a_format} run along the rows of a group"
-                )
-            check_multiple("slot rows", self._slots(), TILE_ROWS, "a is a columnwise copy")
-            if self._slots() // TILE_ROWS < groups:
-                raise ValueError(
-                    f"a must have at least one tile for each of the {groups} groups of offs, got shape {tuple(self.a.shape)}"
-                )
-            check_tensor("b", self.b, ndim=(2,))
-            for side in "ab":
-                fmt, shape = getattr(self, f"{side}_record"), (self.num_rows, self.width(side))
-                copy = (getattr(self, side), getattr(self, f"{side}_scales"))
-                check_copy(side, f"{side}_scales", copy, fmt, shape, groups, columnwise=True)
-        check_vectors(groups, 0, None, self.alpha)
+            self._check_quantized()
+        check_vectors(self.offs.shape[0], 0, None, self.alpha)
         check_dtype("out_dtype", self.result_dtype, INPUT_DTYPES)
         same_device("a", self.device, **self.tensors())
 
+    def _check_plain(self) -> None:
+        """Check plain operands and the row index."""
+        check_dtype("a", self.a.dtype, INPUT_DTYPES)
+        rows = self.num_rows
+        shape = (rows if self.rows is None else None, None)
+        check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=shape)
+        if self.rows is not None:
+            check_tensor("rows", self.rows, dtypes=(torch.int32,), shape=(rows,))
+        check_inverse(self.inverse, self.rows, "b", self.b)
+
+    def _check_quantized(self) -> None:
+        """Check quantized operands and their slots."""
+        groups = self.offs.shape[0]
+        if self.rows is not None or self.inverse is not None:
+            raise ValueError(
+                "rows and inverse need plain operands: blocks of "
+                f"a_format={self.a_format!r} run along the rows of a group"
+            )
+        check_multiple("slot rows", self._slots(), TILE_ROWS, "a is a columnwise copy")
+        if self._slots() // TILE_ROWS < groups:
+            raise ValueError(
+                f"a must have at least one tile for each of the {groups} groups of offs, "
+                f"got shape {tuple(self.a.shape)}"
+            )
+        check_tensor("b", self.b, ndim=(2,))
+        for side in "ab":
+            fmt, shape = getattr(self, f"{side}_record"), (self.num_rows, self.width(side))
+            copy = (getattr(self, side), getattr(self, f"{side}_scales"))
+            check_copy(side, f"{side}_scales", copy, fmt, shape, groups, columnwise=True)
+
     def _check_formats(self) -> None:
+        """Raise ValueError unless the formats can be multiplied over rows."""
         super()._check_formats()
         if self.a_format is None and self.b_format is not None:
             raise ValueError(f"a must be quantized if b is, got b_format={self.b_format!r} alone")
@@ -571,6 +649,7 @@ class KGroupedGemm(GroupedGemm):
         ]
 
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        """Compute the product with the reference backend into ``outputs[0]``."""
         (out,) = outputs
         reference.k_grouped_gemm(
             _reference_operand(self.a, self.a_scales, self.a_record, columnwise=True),
@@ -585,6 +664,7 @@ class KGroupedGemm(GroupedGemm):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save plain operands for the backward pass."""
         a, b, offs, alpha, _, a_scales, *_, rows, inverse = inputs
         if a_scales is not None:
             return
@@ -592,7 +672,8 @@ class KGroupedGemm(GroupedGemm):
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, offs, alpha, rows, inverse = _saved(ctx, "k_grouped_gemm")
+        """Return the gradients of ``a`` and ``b``."""
+        a, b, offs, alpha, rows, inverse = _saved_tensors(ctx, "k_grouped_gemm")
         if alpha is not None and ctx.needs_input_grad[3]:
             raise RuntimeError("alpha of k_grouped_gemm has no derivative; detach it")
         ops = torch.ops.cute_kernels
@@ -605,5 +686,5 @@ class KGroupedGemm(GroupedGemm):
         if ctx.needs_input_grad[1]:
             db = ops.m_grouped_gemm(a, dw, offs, None, alpha, True, b.dtype)
             if rows is not None:
-                db = _sum_at(rows, db, b)
+                db = _sum_of_rows(rows, db, b)
         return da, db, *(None,) * 10

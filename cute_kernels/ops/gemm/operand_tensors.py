@@ -1,15 +1,30 @@
 """The tensors of one GEMM operand, as kernels take them."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-#: Codes or plain values, block scales and global scale of one operand; None where it has none.
-OperandTensors: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
-#: Turns the tensors of A and B into what a kernel takes: ``(a, b, offs, rows) -> (a, b)``, with
-#: ``rows`` the row index of A or None.
+
+class OperandTensors(NamedTuple):
+    """The tensors of one GEMM operand, in the order in which kernels take them.
+
+    Attributes:
+        codes: Codes of a quantized operand, or the values of a plain one.
+        scales: Block scales; None without.
+        global_scale: Global scale, or the amax that stands for it, (G,) or (T,) fp32; None
+            without.
+    """
+
+    codes: Tensor
+    scales: Tensor | None = None
+    global_scale: Tensor | None = None
+
+
+#: Both operands of a product, A and B.
+Operands: TypeAlias = tuple[OperandTensors, OperandTensors]
+#: Turns both operands of a call into what a kernel takes: ``(op, a, b, offs, rows) -> (a, b)``,
+#: with ``rows`` the row index of an operand or None.
 Prepare: TypeAlias = Callable[
-    [OperandTensors, OperandTensors, Tensor, Tensor | None],
-    tuple[OperandTensors, OperandTensors],
+    [Any, OperandTensors, OperandTensors, Tensor, Tensor | None], Operands
 ]

@@ -1,5 +1,6 @@
-"""What is done to block scales before the GEMM of sm_100a: powers of two as E8M0, halves of B by
-turns.
+"""Block scales before the GEMM of sm_100a.
+
+Powers of two become E8M0 tiles, and the rows of the two halves of B are interleaved.
 """
 
 from __future__ import annotations
@@ -15,46 +16,57 @@ from ...layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, ceil_div
 from ...runtime.allocator import Allocator
 from ...runtime.launch import Launcher
 from .op import GroupedGemm, MGrouped
-from .operand_tensors import OperandTensors, Prepare
-from .operands_sm90 import rows_first
+from .operand_tensors import Operands, OperandTensors, Prepare
+from .operands_sm90 import transpose_squares
 
 
 def scale_tiles(scales: Tensor, is_square: bool) -> BufferSpec:
-    """The E8M0 tiles of fp32 scales ([G,] blocks along K, rows), or ([G,] row blocks, K blocks)."""
-    *lead, first, last = scales.shape
-    shape = (first, last) if is_square else (ceil_div(last, SF_TILE_ROWS), first)
+    """Return the spec of the E8M0 tiles of fp32 scales.
+
+    Args:
+        scales: ([G,] blocks along K, rows), or ([G,] row blocks, blocks along K) of squares.
+        is_square: True for scales of squares.
+
+    Returns:
+        ([G,] row tiles, K tiles, 512) uint8.
+    """
+    *lead, num_blocks, num_rows = scales.shape
+    shape = (ceil_div(num_rows, SF_TILE_ROWS), num_blocks)
+    if is_square:
+        shape = (num_blocks, num_rows)
     return BufferSpec((*lead, *shape, SF_TILE_BYTES), torch.uint8)
 
 
 def sm100_preparation(op: GroupedGemm, config: Sm100GemmConfig, launch: Launcher) -> Prepare | None:
-    """What the operands of calls like ``op`` go through; None if they stay as they are."""
-    turn = rows_first(op, config)
-    before = ScaleTilesConfig.before(config)
-    if before is None:
-        return turn
-    kernel = launch.kernel(before)
-    sides = op.operands()
-    if turn is not None:
-        sides = turn(*sides, op.offs, op.index)
-    squares = before.a_squares, before.b_squares
-    specs = [
-        scale_tiles(x[1], sq) for x, sq in zip(sides, squares, strict=True) if x[1] is not None
-    ]
-    if before.has_tiles:
-        specs = [BufferSpec(tuple(cast("Tensor", sides[1][1]).shape), torch.uint8)]
-    workspace, half = (
-        Allocator(specs, op.device),
-        cast("MGrouped", op).cols // 2 if before.pairs_rows else 0,
-    )
+    """Return what prepares the operands of calls like ``op``; None if they stay as they are."""
+    transpose = transpose_squares(op, config)
+    tiles_config = ScaleTilesConfig.for_gemm(config)
+    if tiles_config is None:
+        return transpose
+    kernel = launch.kernel(tiles_config)
+    a, b = op.operands()
+    if transpose is not None:
+        a, b = transpose(op, a, b, op.offs, op.index)
+    sides = ((a.scales, tiles_config.a_squares), (b.scales, tiles_config.b_squares))
+    specs = [scale_tiles(scales, square) for scales, square in sides if scales is not None]
+    if tiles_config.has_tiles:
+        specs = [BufferSpec(tuple(cast("Tensor", b.scales).shape), torch.uint8)]
+    workspace = Allocator(specs, op.device)
+    half = cast("MGrouped", op).cols // 2 if tiles_config.interleaves_halves else 0
 
     def run(
-        a: OperandTensors, b: OperandTensors, offs: Tensor, rows: Tensor | None
-    ) -> tuple[OperandTensors, OperandTensors]:
-        if turn is not None:
-            a, b = turn(a, b, offs, rows)
-        *first, b_tiles = workspace.make()
-        scales, tiles = (a[1], first[0]) if first else (None, None)
-        kernel(scales, tiles, b[1], b_tiles, half, launch.num_sms)
-        return ((a[0], tiles, a[2]) if first else a), (b[0], b_tiles, b[2])
+        op: GroupedGemm, a: OperandTensors, b: OperandTensors, offs: Tensor, rows: Tensor | None
+    ) -> Operands:
+        """Transpose the scales of squares, then write the tiles."""
+        if transpose is not None:
+            a, b = transpose(op, a, b, offs, rows)
+        *a_workspace, b_tiles = workspace.make()
+        if a_workspace:
+            (a_tiles,) = a_workspace
+            kernel(a.scales, a_tiles, b.scales, b_tiles, half, launch.num_sms)
+            a = OperandTensors(a.codes, a_tiles, a.global_scale)
+        else:
+            kernel(None, None, b.scales, b_tiles, half, launch.num_sms)
+        return a, OperandTensors(b.codes, b_tiles, b.global_scale)
 
     return run

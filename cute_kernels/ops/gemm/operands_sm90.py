@@ -1,7 +1,7 @@
-"""What is done to operands before the GEMM of sm_90a: it takes one of two FP4 operands as values.
+"""Operands before the GEMM of sm_90a, which takes one of two FP4 operands as values.
 
 Values have their elements in the order in which instructions contract them, see
-``gemm.sm90.fp4.decode``, and K filled up to whole pieces.
+``kernels.gemm.sm90.fp4.decode``, and K is padded to whole chunks of 128.
 """
 
 from __future__ import annotations
@@ -19,83 +19,81 @@ from ...layout.buffers import BufferSpec
 from ...layout.shapes import PIECE_K, ceil_div
 from ...runtime.allocator import Allocator
 from ...runtime.launch import Launcher
-from ..arguments import dense, readable
+from ..arguments import readable
 from ..quantize.launcher import choose_rows, quantized
 from .fused_op import MGroupedQuantizeGemm
 from .op import GroupedGemm
-from .operand_tensors import OperandTensors, Prepare
+from .operand_tensors import Operands, OperandTensors, Prepare
 
 
 def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) -> Prepare | None:
-    """What the operands of calls like ``op`` go through; None if they stay as they are."""
+    """Return what prepares the operands of calls like ``op``; None if they stay as they are."""
     if op.quantizes_a:
-        return _quantizer(cast("MGroupedQuantizeGemm", op), launch)
+        return _quantize_values(cast("MGroupedQuantizeGemm", op), launch)
     if config.activations is not None:
-        return _arranger(op, config.activations, launch)
-    return (
-        _expander(op, config.expanded, launch)
-        if config.expanded is not None
-        else rows_first(op, config)
-    )
+        return _arrange_activations(op, config.activations, launch)
+    if config.expanded is not None:
+        return _expand_codes(op, config.expanded, launch)
+    return transpose_squares(op, config)
 
 
-def rows_first(op: GroupedGemm, config: GemmConfig) -> Prepare | None:
-    """What turns the scales of squares of columnwise copies; None if there are none.
+def transpose_squares(op: GroupedGemm, config: GemmConfig) -> Prepare | None:
+    """Return what transposes the scales of squares of columnwise copies.
 
-    Those of both copies lie as the rows of the tensor do, which the columnwise one contracts.
+    The scales of both copies are stored in the order of the tensor's rows, which the columnwise
+    copy contracts. The result is None if no operand has such scales.
     """
-    sides = {
-        "a": (config.kind, config.grouping == "k_grouped"),
-        "b": (config.b_kind, op.uses_columnwise),
-    }
-    turned = [kind.has_squares and columnwise for kind, columnwise in sides.values()]
-    if not any(turned):
+    transposes_a = config.kind.has_squares and config.grouping == "k_grouped"
+    transposes_b = config.b_kind.has_squares and op.uses_columnwise
+    if not (transposes_a or transposes_b):
         return None
 
     def run(
-        a: OperandTensors, b: OperandTensors, offs: Tensor, rows: Tensor | None
-    ) -> tuple[OperandTensors, OperandTensors]:
-        first, second = (
-            (x[0], x[1].mT, x[2]) if turn and x[1] is not None else x
-            for x, turn in zip((a, b), turned, strict=True)
-        )
-        return first, second
+        op: GroupedGemm, a: OperandTensors, b: OperandTensors, offs: Tensor, rows: Tensor | None
+    ) -> Operands:
+        """Transpose the scales of the operands that need it."""
+        if transposes_a and a.scales is not None:
+            a = OperandTensors(a.codes, a.scales.mT, a.global_scale)
+        if transposes_b and b.scales is not None:
+            b = OperandTensors(b.codes, b.scales.mT, b.global_scale)
+        return a, b
 
     return run
 
 
 def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> RowsConfig | None:
-    """The quantizer of A to values; None where no kernel can."""
+    """Return the configuration of the quantizer of A to values; None if no kernel can do it."""
     quantizer = op.quantizer()
     problem = quantized(quantizer)
     config = choose_rows(quantizer, problem, launch, ValuesConfig, TokenValuesConfig)
-    return (
-        config
-        if config.can_implement(problem) and not (op.rows is not None and config.takes_amax)
-        else None
-    )
+    if not config.can_implement(problem) or op.rows is not None and config.takes_amax:
+        return None
+    return config
 
 
-def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
-    """What turns codes into fp16 values, of operand "a" or "b"."""
+def _expand_codes(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
+    """Return what expands the codes of operand "a" or "b" to fp16 values."""
     kernel = launch.kernel(ExpandConfig(is_ragged=side == "a"))
-    rows, width = op.operands()["ab".index(side)][0].shape
-    workspace = Allocator([_pieces(rows, width * 2, torch.float16)], op.device)
+    num_rows, width = op.operands()["ab".index(side)].codes.shape
+    workspace = Allocator([_padded_values(num_rows, width * 2, torch.float16)], op.device)
 
     def run(
-        a: OperandTensors, b: OperandTensors, offs: Tensor, rows: Tensor | None
-    ) -> tuple[OperandTensors, OperandTensors]:
+        op: GroupedGemm, a: OperandTensors, b: OperandTensors, offs: Tensor, rows: Tensor | None
+    ) -> Operands:
+        """Expand the codes of one operand."""
         (values,) = workspace.make()
-        codes, scales, amax = a if side == "a" else b
-        kernel(codes, scales, offs if side == "a" else None, values, launch.num_sms)
-        made = (values, None, amax)
-        return (made, b) if side == "a" else (a, made)
+        if side == "a":
+            kernel(a.codes, a.scales, offs, values, launch.num_sms)
+            return OperandTensors(values, None, a.global_scale), b
+        kernel(b.codes, b.scales, None, values, launch.num_sms)
+        return a, OperandTensors(values, None, b.global_scale)
 
     return run
 
 
-def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
-    # There is one: ``quantizing`` has looked.
+def _quantize_values(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
+    # There is a configuration: ``run_as_values`` of the launcher has asked for it.
+    """Return what quantizes A to fp16 values."""
     config = cast("RowsConfig", values_config(op, launch))
     kernel = launch.kernel(config)
     amax_kernel = None
@@ -108,42 +106,47 @@ def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
             keeps_nan=config.fmt.amaxes_keep_nan,
         )
         amax_kernel = launch.kernel(amax_config)
-    rows, depth = op.num_rows, op.depth
-    count = rows if config.computes_amax else op.offs.shape[0]
+    num_rows, depth = op.num_rows, op.depth
+    count = num_rows if config.computes_amax else op.offs.shape[0]
     workspace = Allocator(
-        [_pieces(rows, depth, torch.float16), BufferSpec((count,), torch.float32)], op.device
+        [_padded_values(num_rows, depth, torch.float16), BufferSpec((count,), torch.float32)],
+        op.device,
     )
 
     def run(
-        a: OperandTensors, b: OperandTensors, offs: Tensor, rows: Tensor | None
-    ) -> tuple[OperandTensors, OperandTensors]:
-        x = readable(a[0])
+        op: GroupedGemm, a: OperandTensors, b: OperandTensors, offs: Tensor, rows: Tensor | None
+    ) -> Operands:
+        """Compute the amaxes if the quantizer needs them, then the values of A."""
+        x = readable(a.codes)
         values, amax = workspace.make()
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
-        index = dense(a[2] if config.reads_tokens else a[1])
+        index = op.inverse if config.reads_tokens else op.rows
+        index = None if index is None else readable(index)
         kernel(x, index, offs, amax, values, None, None, None, launch.num_sms)
-        return (values, None, amax), b
+        return OperandTensors(values, None, amax), b
 
     return run
 
 
-def _arranger(op: GroupedGemm, dtype: str, launch: Launcher) -> Prepare:
-    """What puts activations into the order in which instructions contract them beside codes."""
+def _arrange_activations(op: GroupedGemm, dtype: str, launch: Launcher) -> Prepare:
+    """Return what puts a plain A into the order in which it is contracted with codes."""
     kernel = launch.kernel(ArrangeConfig(dtype, gathered=op.index is not None))
-    x = op.operands()[0][0]
+    x = op.a
     num_rows = len(x) if op.index is None else len(op.index)
-    workspace = Allocator([_pieces(num_rows, x.shape[1], x.dtype)], op.device)
+    workspace = Allocator([_padded_values(num_rows, x.shape[1], x.dtype)], op.device)
 
     def run(
-        a: OperandTensors, b: OperandTensors, offs: Tensor, rows: Tensor | None
-    ) -> tuple[OperandTensors, OperandTensors]:
+        op: GroupedGemm, a: OperandTensors, b: OperandTensors, offs: Tensor, rows: Tensor | None
+    ) -> Operands:
+        """Rearrange A."""
         (values,) = workspace.make()
-        kernel(a[0], rows, offs, values, launch.num_sms)
-        return (values, None, None), b
+        kernel(a.codes, rows, offs, values, launch.num_sms)
+        return OperandTensors(values), b
 
     return run
 
 
-def _pieces(rows: int, depth: int, dtype: torch.dtype) -> BufferSpec:
+def _padded_values(rows: int, depth: int, dtype: torch.dtype) -> BufferSpec:
+    """Return the spec of (rows, depth) values with the depth padded to whole chunks of K."""
     return BufferSpec((rows, ceil_div(depth, PIECE_K) * PIECE_K), dtype)

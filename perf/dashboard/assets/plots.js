@@ -1,18 +1,18 @@
-// Plots, which plotly draws, and which points they have.
+// Plots and their points; plotly draws them.
 
 let loading = null;
-/** It takes a second or two, so that the first plot asks for it. */
+/** Load plotly with the first plot: it takes a second or two. */
 const load = async () => document.head.append(h("script", { textContent: await unpacked("plotly").text() }));
 
-/** The place of each contender among all, for its look on all pages: ours first, then who races most. */
-const PLACES = new Map([...Map.groupBy(THINGS.filter((t) => t.us), (t) => t.series)]
-  .sort(([, [a, ...as]], [, [b, ...bs]]) => Boolean(a.variant) - Boolean(b.variant) || (whoRank(b) < 2) - (whoRank(a) < 2) || bs.length - as.length)
+/** The rank of each contender, which gives its color on all pages: this package first, then the most frequent. */
+const RANKS = new Map([...Map.groupBy(ENTRIES.filter((t) => t.us), (t) => t.series)]
+  .sort(([, [a, ...as]], [, [b, ...bs]]) => Boolean(a.variant) - Boolean(b.variant) || (contenderRank(b) < 2) - (contenderRank(a) < 2) || bs.length - as.length)
   .map(([name], i) => [name, i]));
 const COLORS = ["#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"];
 const SYMBOLS = ["circle", "square", "diamond", "cross", "x"];
 const MARKS = { worse: ["triangle-up", "#d92d20"], better: ["triangle-down", "#16a34a"] };
 
-/** An element that plotly draws into as soon as it is in the page. */
+/** An element into which plotly draws once it is in the page. */
 function plotOf(title, traces, layout) {
   const plot = h("div", { className: "plot", ariaLabel: title });
   const axis = ({ label, ...more } = {}) => ({ gridcolor: "#8884", zerolinecolor: "#8886", automargin: true, title: { text: label, standoff: 14 }, ...more });
@@ -32,29 +32,29 @@ function plotOf(title, traces, layout) {
 /**
  * A plot of series and a table of its points.
  *
- * series: [{name, line, roof, points: [{x, y, half, label, text, href, mark, note}]}], points by x, "half" of an error bar; columns: heads of label and text.
+ * series: [{name, line, roof, points: [{x, y, half, label, text, href, mark, note}]}], points by x, "half" is half of an error bar; columns: heads of label and text.
  */
 function figure(title, series, columns, xaxis, yaxis) {
-  const shown = series.filter((one) => !one.roof);
-  const rows = shown.flatMap((one) => one.points.map((p) => [one.name, h("a", { href: p.href }, p.label), p.text, p.note]));
-  if (!rows.length) return h("p", {}, `${title}: nothing is left to plot. Fewer filters show more.`);
+  const shown = series.filter((line) => !line.roof);
+  const rows = shown.flatMap((line) => line.points.map((p) => [line.name, h("a", { href: p.href }, p.label), p.text, p.note]));
+  if (!rows.length) return h("p", {}, `${title}: no points pass the filters.`);
   const traces = series.map(({ name, line, roof, points }, i) => {
-    const of = (get) => points.map(get);
-    const place = PLACES.get(name) ?? i;
-    const color = roof ? "#888" : COLORS[place % 10];
+    const each = (get) => points.map(get);
+    const index = RANKS.get(name) ?? i;
+    const color = roof ? "#888" : COLORS[index % 10];
     return {
-      name, x: of((p) => p.x), y: of((p) => p.y), mode: roof ? "lines" : line ? "lines+markers" : "markers",
-      text: of((p) => [p.label, p.text, p.note].filter(Boolean).join("<br>")), hovertemplate: roof ? "" : "%{text}", customdata: of((p) => p.href),
-      line: { color, dash: roof === "published" ? "dash" : "solid" }, error_y: { array: of((p) => p.half || 0), visible: points.some((p) => p.half), thickness: 1 },
-      marker: { opacity: 1, size: of((p) => (p.mark in MARKS ? 16 : 9)), symbol: of((p) => MARKS[p.mark]?.[0] || SYMBOLS[Math.floor(place / 10) % 5]), color: of((p) => MARKS[p.mark]?.[1] || color) },
+      name, x: each((p) => p.x), y: each((p) => p.y), mode: roof ? "lines" : line ? "lines+markers" : "markers",
+      text: each((p) => [p.label, p.text, p.note].filter(Boolean).join("<br>")), hovertemplate: roof ? "" : "%{text}", customdata: each((p) => p.href),
+      line: { color, dash: roof === "published" ? "dash" : "solid" }, error_y: { array: each((p) => p.half || 0), visible: points.some((p) => p.half), thickness: 1 },
+      marker: { opacity: 1, size: each((p) => (p.mark in MARKS ? 16 : 9)), symbol: each((p) => MARKS[p.mark]?.[0] || SYMBOLS[Math.floor(index / 10) % 5]), color: each((p) => MARKS[p.mark]?.[1] || color) },
     };
   });
   return [plotOf(title, traces, { xaxis, yaxis }), h("details", {}, h("summary", {}, `Table of the ${rows.length} points`), tableOf(title, ["series", ...columns, "remark"], rows))];
 }
 
-/** Lines that can be drawn over tokens per expert: cases alike but for their rows. */
-function tokenGroups(things) {
-  const groups = Map.groupBy(things.filter((t) => t.isRace && t.tokens), (t) => `${t.suite} on ${t.place}: ${caseText(t, (name) => name !== "rows")}: ${t.protocol}`);
+/** Groups to draw over tokens per expert: cases that differ only in their rows. */
+function tokenGroups(entries) {
+  const groups = Map.groupBy(entries.filter((t) => t.isRace && t.tokens), (t) => `${t.suite} on ${t.device}: ${caseText(t, (name) => name !== "rows")}: ${t.protocol}`);
   return new Map([...groups].filter(([, group]) => unique(group.map((t) => t.tokens)).length > 1)
     .sort(([, a], [, b]) => (b[0].kind === "gpu") - (a[0].kind === "gpu") || b.length - a.length));
 }
@@ -62,25 +62,25 @@ function tokenGroups(things) {
 const baseOf = (t, group) => group.find((o) => o.contender === "torch" && /^(bf16|bfloat16)$/i.test(o.format) && o.caseId === t.caseId);
 
 const RATES = new Map([
-  ["time, µs", { unit: "us", of: (t) => t.us, note: remark }],
+  ["time, µs", { unit: "us", valueOf: (t) => t.us, note: remark }],
   ["speed relative to torch in bf16", {
-    unit: "×", of: (t, group) => baseOf(t, group)?.us / t.us, note: (t, group) => `measured at ${t.commit}, torch at ${baseOf(t, group).commit}`,
+    unit: "×", valueOf: (t, group) => baseOf(t, group)?.us / t.us, note: (t, group) => `measured at ${t.commit}, torch at ${baseOf(t, group).commit}`,
   }],
 ]);
 
-/** Series of things, a point for each. */
-const seriesOf = (things, line, pointOf) => [...Map.groupBy(things.toSorted(contenderOrder), (t) => t.series)].map(([name, group]) => ({
+/** Series of entries, with a point per entry. */
+const seriesOf = (entries, line, pointOf) => [...Map.groupBy(entries.toSorted(contenderOrder), (t) => t.series)].map(([name, group]) => ({
   name, line, points: group.map((t) => ({ href: address({ view: "case", case: t.caseId }), ...pointOf(t) })).sort((a, b) => a.x - b.x),
 }));
 
 function tokensPlot(title, group, label) {
-  const { unit, of, note } = RATES.get(label);
-  const things = group.filter((t) => of(t, group));
-  const series = seriesOf(things, true, (t) => ({
-    x: t.tokens, y: of(t, group), half: unit === "us" ? (t.spread || 0) / 2 * (t.us / t.value) : 0, label: tokensText(t), text: amount(of(t, group), unit), note: note(t, group),
+  const { unit, valueOf, note } = RATES.get(label);
+  const entries = group.filter((t) => valueOf(t, group));
+  const series = seriesOf(entries, true, (t) => ({
+    x: t.tokens, y: valueOf(t, group), half: unit === "us" ? (t.spread || 0) / 2 * (t.us / t.value) : 0, label: tokensText(t), text: amount(valueOf(t, group), unit), note: note(t, group),
   }));
-  const tickvals = unique(things.map((t) => t.tokens));
-  return figure(title, series, ["tokens an expert", label], { label: "tokens an expert", type: "log", tickvals, ticktext: tickvals.map(short) },
+  const tickvals = unique(entries.map((t) => t.tokens));
+  return figure(title, series, ["tokens per expert", label], { label: "tokens per expert", type: "log", tickvals, ticktext: tickvals.map(short) },
     { label, ...(unit === "us" ? { type: "log" } : { rangemode: "tozero" }) });
 }
 
@@ -89,9 +89,9 @@ const roofLine = ([, name, rate, isMeasured], unit, points) => {
   return { name: `${name} ${short(rate)} ${unit}, ${roof}`, roof, points: points.map(([x, y]) => ({ x, y })) };
 };
 
-/** Rates of products over their arithmetic intensity under the roofs of a GPU, and of what only moves bytes under that of a copy. */
-function rooflinePlots(gpu, things) {
-  const [products, moves] = [things.filter((t) => t.tflops), things.filter((t) => !t.flops)];
+/** Rooflines of a GPU: products over their arithmetic intensity, and memory-bound kernels over their size. */
+function rooflinePlots(gpu, entries) {
+  const [products, moves] = [entries.filter((t) => t.tflops), entries.filter((t) => !t.flops)];
   const [intensity, size] = [(t) => t.flops / t.bytes, (t) => t.bytes / 1e6];
   const memory = DATA.roofs[gpu].find(([kind]) => kind === "copy");
   const dense = DATA.roofs[gpu].filter(([kind]) => kind !== "copy");
@@ -106,22 +106,22 @@ function rooflinePlots(gpu, things) {
   }
   if (moves.length && memory) bandwidth.push(roofLine(memory, "TB/s", [Math.min(...moves.map(size)) / 1.05, Math.max(...moves.map(size)) * 1.05].map((x) => [x, memory[2]])));
   return [
-    figure(`Products on ${gpu}: TFLOP/s over FLOP a byte`, roofline, ["case", "intensity"], { label: "useful FLOP / least byte", type: "log" }, { label: "TFLOP/s", type: "log" }),
+    figure(`Products on ${gpu}: TFLOP/s over FLOP per byte`, roofline, ["case", "intensity"], { label: "useful FLOP / least byte", type: "log" }, { label: "TFLOP/s", type: "log" }),
     figure(`Memory-bound kernels on ${gpu}: TB/s of the least bytes`, bandwidth, ["case", "rate"], { label: "least bytes, MB", type: "log" }, { label: "TB/s", rangemode: "tozero" }),
   ];
 }
 
-/** Histories that can share a plot: contenders of one case and quantity. */
-function historyGroups(things) {
-  const groups = Map.groupBy(things.filter((t) => t.history), (t) => `${t.suite} on ${t.place}: ${caseText(t)}: ${t.measure}`);
+/** Groups of histories that share a plot: contenders of one case and quantity. */
+function historyGroups(entries) {
+  const groups = Map.groupBy(entries.filter((t) => t.history), (t) => `${t.suite} on ${t.device}: ${caseText(t)}: ${t.measure}`);
   const longest = (group) => Math.max(...group.map((t) => t.history.length));
   return new Map([...groups].sort(([, a], [, b]) => b[0].isRace - a[0].isRace || longest(b) - longest(a)));
 }
 
-function historyPlot(title, things) {
-  const commits = unique(things.flatMap((t) => t.history).sort((a, b) => natural(a.time, b.time)).map((step) => step.commit));
-  const [{ unit, quantity }] = things;
-  const series = things.toSorted(contenderOrder).map((t) => ({
+function historyPlot(title, entries) {
+  const commits = unique(entries.flatMap((t) => t.history).sort((a, b) => natural(a.time, b.time)).map((step) => step.commit));
+  const [{ unit, quantity }] = entries;
+  const series = entries.toSorted(contenderOrder).map((t) => ({
     name: t.series, line: true,
     points: t.history.map((step) => ({
       x: step.commit, y: step.value, half: (step.spread || 0) / 2, mark: step.verdict, text: amount(step.value, unit), href: address({ view: "case", case: t.caseId }),
@@ -134,7 +134,7 @@ function historyPlot(title, things) {
   return figure(title, series, ["commit", label], { label: "commit", type: "category", categoryarray: commits }, { label, type: isPositive ? "log" : "linear" });
 }
 
-/** Steps that are worse or better, the newest first; "open" if none came after. */
-const changesOf = (things) => things.filter((t) => t.history).flatMap((thing) => thing.history.map((step, i, steps) => ({
-  thing, step, before: steps[i - 1], open: step.verdict === "worse" && i + 1 === steps.length,
+/** Steps that are worse or better, the newest first; "open" if no step came later. */
+const changesOf = (entries) => entries.filter((t) => t.history).flatMap((entry) => entry.history.map((step, i, steps) => ({
+  entry, step, before: steps[i - 1], open: step.verdict === "worse" && i + 1 === steps.length,
 }))).filter((c) => c.step.verdict in MARKS).sort((a, b) => natural(b.step.time, a.step.time) || Math.abs(b.step.worse_by) - Math.abs(a.step.worse_by));

@@ -103,7 +103,7 @@ class Window(NamedTuple):
             cols, narrow = 2 * cols, col // 2
         starts: list[Any] = []
         if z is not None:
-            starts = [narrow, narrow + out.shape[2]] if config.pairs_rows else [col]
+            starts = [narrow, narrow + out.shape[2]] if config.interleaves_halves else [col]
         targets = [Target.of(config, z, group, row, start) for start in starts]
         return cls(
             Target.of(config, out, group, row, narrow // config.per_element),

@@ -24,7 +24,7 @@ from .problem import (
     RAGGED_ROWS,
     GemmGrouping,
     GemmProblem,
-    RowPart,
+    RowRange,
     TileShape,
 )
 from .rules import Rule, check_rules
@@ -50,7 +50,7 @@ class GemmConfig(abc.ABC):
         activation: what rows go through, rounded to ``out_dtype``, on their way to the output.
         interleaved: rows of B for the two inputs of a gated one alternate; otherwise they are
             halves, whose rows a tile has by turns.
-        keeps_z: what goes into the activation is stored, too, with columns as B has rows.
+        stores_preactivation: what goes into the activation is stored, too, with columns as B has rows.
         quantizes_to: text of the format that the activation's result, rounded to ``out_dtype``,
             is quantized to, rowwise: then the output is codes and block scales, whose rows
             lie in slots.
@@ -71,7 +71,7 @@ class GemmConfig(abc.ABC):
     gathered: bool = False
     activation: str | None = None
     interleaved: bool = False
-    keeps_z: bool = False
+    stores_preactivation: bool = False
     quantizes_to: str | None = None
 
     #: What it runs on.
@@ -126,7 +126,7 @@ class GemmConfig(abc.ABC):
             f"{self.operand} is not multiplied by {self.b_operand}",
         )
         yield Rule(
-            not self.row_scaled or self.kind.level_factor is not None and is_m_grouped,
+            not self.row_scaled or self.kind.global_scale_factor is not None and is_m_grouped,
             "row_scaled",
             self.row_scaled,
             "row_scaled needs operands of an m_grouped product with a global scale",
@@ -181,10 +181,10 @@ class GemmConfig(abc.ABC):
             "activation needs an m_grouped product without accumulate and transpose_b",
         )
         yield Rule(
-            not self.keeps_z or self.activation is not None,
-            "keeps_z",
-            self.keeps_z,
-            "keeps_z needs an activation",
+            not self.stores_preactivation or self.activation is not None,
+            "stores_preactivation",
+            self.stores_preactivation,
+            "stores_preactivation needs an activation",
         )
         yield Rule(
             not self.interleaved or self.is_gated,
@@ -193,7 +193,9 @@ class GemmConfig(abc.ABC):
             "interleaved needs a gated activation",
         )
         yield Rule(
-            self.quantizes_to is None or self.activation is not None and not self.keeps_z,
+            self.quantizes_to is None
+            or self.activation is not None
+            and not self.stores_preactivation,
             "quantizes_to",
             self.quantizes_to,
             "quantizes_to needs an activation, and the input of the activation is not stored",
@@ -216,25 +218,25 @@ class GemmConfig(abc.ABC):
         """A tile that every product of a grouping may have."""
 
     @property
-    def rows_taken(self) -> RowPart:
+    def handled_rows(self) -> RowRange:
         """The row tiles of an m_grouped product that this kernel takes: all, as a rule."""
-        return RowPart(self.tile.rows, 0, self.tile.rows)
+        return RowRange(self.tile.rows, 0, self.tile.rows)
 
     @property
-    def mixes_groups(self) -> bool:
+    def uses_dynamic_scheduling(self) -> bool:
         """Whether tiles of groups of several row tiles and of one are multiplied by turns, by a
         ``counter``.
         """
         return False
 
     @property
-    def spreads_rows(self) -> bool:
+    def balances_row_tiles(self) -> bool:
         """Whether the row tiles of a group have equally many rows; otherwise all but the last are
         full.
         """
         return False
 
-    def has_blocks(self, tile: Any) -> bool:
+    def has_whole_blocks(self, tile: Any) -> bool:
         """Whether a tile of ``tile_shapes`` has whole blocks of what the output is quantized to, if
         it is.
         """
@@ -266,12 +268,12 @@ class GemmConfig(abc.ABC):
         return self.act is not None and self.act.is_gated
 
     @property
-    def pairs_rows(self) -> bool:
+    def interleaves_halves(self) -> bool:
         """Whether row 2 i + h of a tile of B is row i of half h."""
         return self.is_gated and not self.interleaved
 
     @property
-    def pairs_scales(self) -> bool:
+    def interleaves_scales(self) -> bool:
         """Whether a kernel before this one puts block scales of B into that order."""
         return False
 
@@ -312,14 +314,14 @@ class GemmConfig(abc.ABC):
         return self.grouping == "k_grouped" and not self.kind.has_slots
 
     @property
-    def takes_scale_tiles(self) -> bool:
+    def reads_scale_tiles(self) -> bool:
         """Whether fp32 block scales come as tiles of E8M0."""
         return False
 
     @property
     def loads_row_scales(self) -> bool:
         """Whether the kernel reads fp32 block scales of A."""
-        return self.kind.has_row_scales and not self.takes_scale_tiles
+        return self.kind.has_row_scales and not self.reads_scale_tiles
 
     @property
     def mn_major(self) -> tuple[bool, bool]:
@@ -380,12 +382,12 @@ class GemmConfig(abc.ABC):
     def _block_rules(self, problem: GemmProblem) -> Iterator[Rule]:
         """Yield the rules of blocks: of a quantized output, and of B's rows beside block scales."""
         yield Rule(
-            self.has_blocks(self.tile),
+            self.has_whole_blocks(self.tile),
             "tile",
             self.tile,
             f"a tile must have whole blocks of {self.quantizes_to} after {self.activation}",
         )
-        if not (self.pairs_rows and self.b_kind.is_block_scaled) or self.pairs_scales:
+        if not (self.interleaves_halves and self.b_kind.is_block_scaled) or self.interleaves_scales:
             return
         yield Rule(
             self.b_kind.has_squares or not self.b_kind.has_row_scales,

@@ -79,7 +79,7 @@ class FakeArguments:
     def _scales(self, kind: OperandKind, rows: Any, *lead: Any) -> Any:
         if not kind.is_block_scaled:
             return None
-        if kind.has_row_scales and not self.config.takes_scale_tiles:
+        if kind.has_row_scales and not self.config.reads_scale_tiles:
             return self._row_scales(kind, rows, *lead)
         return _scale_tiles(*lead)
 
@@ -120,7 +120,7 @@ class FakeArguments:
         a, b = self.operands()
         a_scales, b_scales = self.scales()
         a_amax, b_amax = (
-            None if kind.level_factor is None else self.per_group()
+            None if kind.global_scale_factor is None else self.per_group()
             for kind in (config.kind, config.b_kind)
         )
         if config.row_scaled:
@@ -140,10 +140,12 @@ class FakeArguments:
             alpha=self.per_group() if config.has_alpha else None,
             out=self.out(),
             num_sms=Int32(1),
-            z=_pitched(DSL_TYPES[config.out_dtype], self.rows, self.n) if config.keeps_z else None,
+            z=_pitched(DSL_TYPES[config.out_dtype], self.rows, self.n)
+            if config.stores_preactivation
+            else None,
             out_scales=self.out_scales(),
-            counter=_compact(cutlass.Int32, 1, align=4) if config.mixes_groups else None,
-            out_level=self.per_group()
-            if self.out_kind and self.out_kind.level_factor is not None
+            counter=_compact(cutlass.Int32, 1, align=4) if config.uses_dynamic_scheduling else None,
+            out_global_scale=self.per_group()
+            if self.out_kind and self.out_kind.global_scale_factor is not None
             else None,
         )

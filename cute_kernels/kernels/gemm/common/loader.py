@@ -128,7 +128,7 @@ class LoadWarp:
         ab_state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Producer, self.ab_pipeline.num_stages
         )
-        keeps = self.config.mixes_groups
+        keeps = self.config.uses_dynamic_scheduling
         tile, tile_state = self.tiles.next(tile_state, keeps)
         while tile.group >= 0:
             ab_state = self.fill(tile, ab_state)
@@ -162,11 +162,11 @@ class LoadWarp:
         if const_expr(self.gather is not None):
             rows = self.gather.start(tile, self.gather.cta_rows)
         num_k_tiles = self.num_k_tiles(tile)
-        if const_expr(self.config.mixes_groups):
+        if const_expr(self.config.uses_dynamic_scheduling):
             if num_k_tiles < _AHEAD:
                 self.tiles.free(self.tiles.new_state())
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
-            if const_expr(self.config.mixes_groups):
+            if const_expr(self.config.uses_dynamic_scheduling):
                 if k_tile == num_k_tiles - _AHEAD:
                     self.tiles.free(self.tiles.new_state())
             self.ab_pipeline.producer_acquire(ab_state)

@@ -116,7 +116,7 @@ class OperandKind:
         return 0 if self.scale is None else self.scale.vec_size
 
     @property
-    def level_factor(self) -> float | None:
+    def global_scale_factor(self) -> float | None:
         """What the second level of scales is multiplied by to decode; None without one."""
         level = None if self.fmt is None else self.fmt.global_scale
         return None if level is None else level.factor

@@ -42,7 +42,14 @@ class EpilogueTensors(NamedTuple):
     def of(cls, x: GemmArguments) -> "EpilogueTensors":
         z = None if x.z is None else output_view(x.z)
         return cls(
-            output_view(x.out), x.a_amax, x.b_amax, x.alpha, x.bias, z, x.out_scales, x.out_level
+            output_view(x.out),
+            x.a_amax,
+            x.b_amax,
+            x.alpha,
+            x.bias,
+            z,
+            x.out_scales,
+            x.out_global_scale,
         )
 
     @cute.jit
@@ -50,9 +57,9 @@ class EpilogueTensors(NamedTuple):
         """The f of the module, with the amax of A at ``at``: its row or its group."""
         factor = Float32(1.0)
         if const_expr(self.amax_b is not None):
-            factor = self.amax_b[group] * Float32(config.b_kind.level_factor)
+            factor = self.amax_b[group] * Float32(config.b_kind.global_scale_factor)
         if const_expr(self.amax_a is not None):
-            factor = (self.amax_a[at] * Float32(config.kind.level_factor)) * factor
+            factor = (self.amax_a[at] * Float32(config.kind.global_scale_factor)) * factor
         if const_expr(self.alpha is not None):
             factor = factor * self.alpha[group]
         return factor

@@ -57,7 +57,7 @@ class TileShape:
 
 
 @dataclass(frozen=True)
-class RowPart:
+class RowRange:
     """The row tiles of an m_grouped product that one kernel takes, where several share it.
 
     A group is cut into tiles of ``chunk`` rows and one of what is left. Every tile is taken by the
@@ -66,10 +66,10 @@ class RowPart:
     ``follows`` another starts on the SMs that are done with that one.
     """
 
-    chunk: int
-    least: int
-    most: int
-    follows: bool = False
+    chunk_rows: int
+    min_rows: int
+    max_rows: int
+    is_later: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class GemmArguments(NamedTuple):
         num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
         z: (T, N), where the output has what an activation makes of it, if it is kept.
         out_scales: block scales of a quantized output, see ``FakeArguments``.
-        out_level: (G,) fp32, the amaxes that those are relative to, of a format with a second
+        out_global_scale: (G,) fp32, the amaxes that those are relative to, of a format with a second
             level.
-        counter: (1,) int32, 0 before a launch and after it, of one that ``mixes_groups``.
+        counter: (1,) int32, 0 before a launch and after it, of one that ``uses_dynamic_scheduling``.
     """
 
     a: Any
@@ -131,7 +131,7 @@ class GemmArguments(NamedTuple):
     num_sms: Any
     z: Any = None
     out_scales: Any = None
-    out_level: Any = None
+    out_global_scale: Any = None
     counter: Any = None
 
     def in_order(self, swap_ab: bool) -> tuple[Any, Any, Any, Any]:

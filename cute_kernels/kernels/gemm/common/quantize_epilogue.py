@@ -9,7 +9,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.device.absmax import absmax_packed, fmax, unpack_absmax
-from cute_kernels.device.codecs import Codec, Level, codec_of
+from cute_kernels.device.codecs import Codec, GlobalScaleRegisters, codec_of
 from cute_kernels.device.convert import pack_words
 from cute_kernels.device.memory import store_global, store_global_byte
 from cute_kernels.device.ptx import select
@@ -54,13 +54,13 @@ class QuantizedRows:
         """The larger amax of parts of a block."""
         return fmax(a, b, self.nan)
 
-    def level(self, group: Int32) -> Level:
+    def level(self, group: Int32) -> GlobalScaleRegisters:
         """The second level of a group."""
         amax = self.tensors.level
         return () if amax is None else self.codec.global_scale(amax[group])
 
     def encode(
-        self, words: list[Uint32], amax: Float32, level: Level = ()
+        self, words: list[Uint32], amax: Float32, level: GlobalScaleRegisters = ()
     ) -> tuple[list[Uint32], Uint32]:
         """Words of codes of a block with that amax, or of a part of it, and its scale as it is
         stored.

@@ -7,7 +7,7 @@ once, however many tiles there are. Where several kernels share a product, each 
 whose rows are in its range. In a k_grouped product all groups have the same number of tiles.
 
 Groups of one row tile wait for memory, those of several for the tensor cores. A configuration that
-``mixes_groups`` has a list of each, which the tiles up to any have in the same proportion. They
+``uses_dynamic_scheduling`` has a list of each, which the tiles up to any have in the same proportion. They
 take unlike times, so a cluster takes the next one from a counter when the loads of its last come to
 an
 end: up to 8% less time than every ``num_clusters``-th (H200).
@@ -41,7 +41,7 @@ class WorkTile(NamedTuple):
         k_start: first element of K: a slot's, or a row's if K is ragged.
         k_blocks: MMA instructions along K; 0 for an empty group and for the tail.
         rows: rows of the group: in an m_grouped product those from the tile's first on, of the
-            tile alone if the configuration ``spreads_rows``.
+            tile alone if the configuration ``balances_row_tiles``.
     """
 
     group: Int32
@@ -129,7 +129,7 @@ class TileScheduler:
             pipeline.PipelineUserType.Producer, self.ring.num_stages
         )
         if const_expr(self.config.grouping == "m_grouped"):
-            if const_expr(self.config.mixes_groups):
+            if const_expr(self.config.uses_dynamic_scheduling):
                 state = self.walk_mixed(state)
             else:
                 state = self.walk_ragged(state)
@@ -179,15 +179,15 @@ class TileScheduler:
     @cute.jit
     def row_tiles(self, rows: Int32) -> tuple[Int32, Int32]:
         """How many row tiles of a group are this kernel's, and the row where they begin."""
-        part = self.config.rows_taken
-        count, first = (rows + (part.chunk - 1)) // part.chunk, Int32(0)
-        if const_expr((part.least, part.most) != (0, part.chunk)):
-            whole = rows // part.chunk
-            left = rows - whole * part.chunk
+        handled = self.config.handled_rows
+        count, first = (rows + (handled.chunk_rows - 1)) // handled.chunk_rows, Int32(0)
+        if const_expr((handled.min_rows, handled.max_rows) != (0, handled.chunk_rows)):
+            whole = rows // handled.chunk_rows
+            left = rows - whole * handled.chunk_rows
             count = whole
-            if const_expr(part.most < part.chunk):
-                count, first = Int32(0), whole * part.chunk
-            if left > part.least and left <= part.most:
+            if const_expr(handled.max_rows < handled.chunk_rows):
+                count, first = Int32(0), whole * handled.chunk_rows
+            if left > handled.min_rows and left <= handled.max_rows:
                 count += 1
         return count, first
 
@@ -234,7 +234,7 @@ class TileScheduler:
     def walk_ragged(self, state: Any) -> Any:
         col_tiles, k_blocks = self.extents_in_tiles()
         first = Int32(0)
-        if const_expr(self.config.rows_taken.least > 0):
+        if const_expr(self.config.handled_rows.min_rows > 0):
             self.prefetch_offs()
         start, rows, before, upto, count = self.window(first, col_tiles)
         # The cluster's next tile, from the window's first on.
@@ -270,7 +270,7 @@ class TileScheduler:
         )
         row_tiles, first_row = self.row_tiles(group_rows)
         size = Int32(self.tile.rows)
-        if const_expr(self.config.spreads_rows):
+        if const_expr(self.config.balances_row_tiles):
             size = (group_rows + (row_tiles * N_ALIGN - 1)) // (row_tiles * N_ALIGN) * N_ALIGN
         row = first_row + local % row_tiles * size
         col = local // row_tiles * self.tile.cols
@@ -282,7 +282,7 @@ class TileScheduler:
         if const_expr(self.tile.swap_ab):
             ragged, uniform = uniform, ragged
         left = group_rows - row
-        if const_expr(self.config.spreads_rows):
+        if const_expr(self.config.balances_row_tiles):
             left = cutlass.min(left, size)
         return WorkTile(group, *ragged, *uniform, Int32(0), k_blocks, left)
 

@@ -38,7 +38,7 @@ def codes_sources(
         name, at = f"{codes.side}_codes", _SIDES.index(codes.side)
         width = None if depth is None else depth * codes.kind.bits // 8
         view = codes_view(operands[at], width)
-        out[name] = copy(name, paired_rows(view) if codes.pairs_rows else view, codes.tiler)
+        out[name] = copy(name, paired_rows(view) if codes.interleaves_halves else view, codes.tiler)
         if codes.scales:
             of = row_scales_view if codes.kind.has_row_scales else scale_words_view
             name += "_scales"

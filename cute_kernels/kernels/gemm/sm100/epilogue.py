@@ -144,9 +144,9 @@ class Epilogue:
     @property
     def num_blocks(self) -> int:
         """What becomes of a row's values: the output, after what goes into an activation."""
-        if not self.config.keeps_z:
+        if not self.config.stores_preactivation:
             return 1
-        return 3 if self.config.pairs_rows else 2
+        return 3 if self.config.interleaves_halves else 2
 
     def block(self, i: int, rounded: cute.Tensor, group: Int32, col: Int32) -> Block:
         """The ``i``-th of those that are made of values from column ``col`` of the product on."""
@@ -156,7 +156,7 @@ class Epilogue:
             return Block(
                 rounded, self.store, out, col, group if config.grouping == "k_grouped" else 0, end
             )
-        if not (is_last or config.pairs_rows):
+        if not (is_last or config.interleaves_halves):
             return Block(rounded, self.z_store, z, col, 0, z.shape[2])
         at = [range(half, self.columns, self.halves) for half in range(self.halves)]
         words, rest = [], (col // self.halves, 0 if is_last else i, end)
@@ -249,7 +249,7 @@ class Epilogue:
             if const_expr(tensors.bias is not None):
                 if col + i < cols:
                     at = Int64(group) * tensors.bias.stride[0]
-                    if const_expr(self.config.pairs_rows):
+                    if const_expr(self.config.interleaves_halves):
                         size = N_ALIGN // 2
                         a = read_vector(tensors.bias, at + (col + i) // 2, size)
                         b = read_vector(tensors.bias, at + (col + i + cols) // 2, size)

@@ -140,7 +140,7 @@ class SwappedEpilogue:
         for i in range_constexpr(_FRAGMENTS):
             at = col + i * _FRAGMENT + self.lane // 4
             if at < bias.shape[1]:
-                if const_expr(self.config.pairs_rows):
+                if const_expr(self.config.interleaves_halves):
                     at = at // 2 + at % 2 * (bias.shape[1] // 2)
                 out[i] = bias[group, at].to(Float32)
         return out

@@ -132,7 +132,7 @@ class Sm100Gemm:
             depth = x.a.shape[1] * (x.a.element_type.width // config.kind.bits)
         m = self.matrix(m, config.m_kind, config.mn_major[0], depth)
         n = self.matrix(n, config.n_kind, config.mn_major[1], depth)
-        if const_expr(config.pairs_rows):
+        if const_expr(config.interleaves_halves):
             m, n = (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))
         promoted = None
         if const_expr(config.promotes):
@@ -258,7 +258,7 @@ class Sm100Gemm:
             if z is not None:
                 stores = stores._replace(
                     z=store_source(
-                        z, *((layouts.halves, 2) if config.pairs_rows else (layouts.out,))
+                        z, *((layouts.halves, 2) if config.interleaves_halves else (layouts.out,))
                     )
                 )
         if layouts.swapped_out is not None:
@@ -337,9 +337,11 @@ class Sm100Gemm:
                 store = z_store = None
                 if const_expr(config.result is None):
                     store = OutputStore(store_atoms.direct, store_tensors.direct, of_out)
-                if const_expr(config.keeps_z):
+                if const_expr(config.stores_preactivation):
                     z_store = OutputStore(
-                        store_atoms.z, store_tensors.z, halves if config.pairs_rows else staged_out
+                        store_atoms.z,
+                        store_tensors.z,
+                        halves if config.interleaves_halves else staged_out,
                     )
                 direct = Epilogue(config, tensors, store, z_store, acc, cta_row, acc_pipeline)
             if const_expr(config.tile.may_swap):

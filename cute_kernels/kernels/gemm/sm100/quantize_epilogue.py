@@ -7,7 +7,7 @@ import functools
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.codecs import Level
+from cute_kernels.device.codecs import GlobalScaleRegisters
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits, select
@@ -37,7 +37,12 @@ class Rows(QuantizedRows):
             )
 
     def store_blocks(
-        self, words: list[Uint32], starts: list[Int32], row: Int32, left: Int32, level: Level
+        self,
+        words: list[Uint32],
+        starts: list[Int32],
+        row: Int32,
+        left: Int32,
+        level: GlobalScaleRegisters,
     ) -> Uint32:
         """Store codes of whole blocks, whose parts begin at columns ``starts``; the word of their
         scales.
@@ -98,7 +103,7 @@ class StagedRows(Rows):
         left: Int32,
         col: Int32,
         step: Int32,
-        level: Level,
+        level: GlobalScaleRegisters,
     ) -> None:
         """Quantize the ``step``-th row of a tile that a lane has, from column ``col`` of the
         product on.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from cute_kernels.capability import Support
 
 from ..common.rules import Rule, check_rules
-from .config import DECODED_N, STAGED_N, WIDE_N, Sm90GemmConfig, Sm90Tile, balances_rows
+from .config import DECODED_N, WIDE_N, Sm90GemmConfig, Sm90Tile, balances_rows
 
 #: Rows below which a product whose operands are decoded leaves the activation to the quantizer
 #: that follows: see ``prefers_activation``.
@@ -41,20 +41,13 @@ def _preferences(config: Sm90GemmConfig, tile: Sm90Tile) -> Iterator[Rule]:
         f"decoded operands have tiles of at most {WIDE_N} columns",
     )
     yield Rule(
-        config.is_decoded or tile.n != DECODED_N and (not tile.fitted or tile.n > WIDE_N),
+        config.is_decoded or tile.n != DECODED_N and (not tile.row_fitted or tile.n > WIDE_N),
         "n",
         tile.n,
         f"row-fitted tiles of up to {WIDE_N} columns, and tiles of {DECODED_N}, are for operands "
         "that are decoded",
     )
     if balances_rows(tile):
-        # The narrower tile leaves shared memory for staging all of the output.
-        yield Rule(
-            config.stages_whole_tile or tile.n != STAGED_N,
-            "n",
-            tile.n,
-            f"balanced tiles of {STAGED_N} columns are for tiles that are staged whole",
-        )
         # Never timed. FP8Block took 15 to 40% longer in such tiles of 128 rows (H200).
         has_options = config.activation is not None or config.gathered
         yield Rule(

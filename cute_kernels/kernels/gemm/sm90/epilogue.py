@@ -311,7 +311,7 @@ class Epilogue:
         bias = self.tensors.bias
         value = Float32(0.0)
         if tile.k_blocks > 0 and col < bias.shape[1]:
-            if const_expr(self.config.pairs_rows):
+            if const_expr(self.config.interleaves_halves):
                 col = col // 2 + col % 2 * (bias.shape[1] // 2)
             value = bias[tile.group, col].to(Float32)
         return value

@@ -97,7 +97,7 @@ class Sm90Gemm:
             )
         if const_expr(config.is_decoded):
             words = scale_words_view(m_scales)
-            if const_expr(config.pairs_rows):
+            if const_expr(config.interleaves_halves):
                 words = paired_rows(words)
             scales = self.source(words, layouts.stages.m_scales, layouts.tilers.m_scales)
             sources = sources._replace(m_scales=scales)
@@ -125,7 +125,7 @@ class Sm90Gemm:
             cluster=[config.tile.num_ctas, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=config.rows_taken.follows,
+            use_pdl=config.handled_rows.is_later,
         )
 
     def views(self, m: cute.Tensor, n: cute.Tensor, depth: Any) -> tuple[cute.Tensor, cute.Tensor]:
@@ -144,7 +144,7 @@ class Sm90Gemm:
                 matrix_view(m, config.m_kind, m_major, depth),
                 matrix_view(n, config.n_kind, n_major, depth),
             )
-        if not config.pairs_rows:
+        if not config.interleaves_halves:
             return m, n
         return (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))
 
@@ -196,7 +196,7 @@ class Sm90Gemm:
         shared = self.allocate_stages(smem, layouts)
         pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
 
-        if const_expr(config.part is not None):
+        if const_expr(config.row_range is not None):
             # The next part's CTAs take the places of this one's: each needs a whole SM.
             cute.arch.griddepcontrol_launch_dependents()
         tiles = TileReader(ring, barriers.tiles)
@@ -235,7 +235,7 @@ class Sm90Gemm:
                 if warp >= warps.first_gather_warp:
                     number = warp - warps.first_gather_warp
                     GatherWarp(config, gathered, shared, tiles, ab_pipeline, number).run()
-            if const_expr(config.rows_taken.follows):
+            if const_expr(config.handled_rows.is_later):
                 # Parts write rows of their own. But who waits for this one waits for all before it.
                 if warp == warps.scheduler_warp_id and cute.arch.block_idx()[0] == 0:
                     cute.arch.griddepcontrol_wait()

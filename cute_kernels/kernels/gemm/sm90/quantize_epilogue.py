@@ -10,7 +10,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Uint32, const_expr, cute, range_constexpr
 
-from cute_kernels.device.codecs import Level
+from cute_kernels.device.codecs import GlobalScaleRegisters
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits, select
 from cute_kernels.layout.slots import TILE_ROWS
@@ -130,7 +130,13 @@ class StagedBlocks(QuantizedRows):
 
     @cute.jit
     def store_block(
-        self, tile: WorkTile, buffer: Int32, window: Window, slot: Int32, first: int, level: Level
+        self,
+        tile: WorkTile,
+        buffer: Int32,
+        window: Window,
+        slot: Int32,
+        first: int,
+        level: GlobalScaleRegisters,
     ) -> None:
         """Quantize rows from ``first`` on of which four warpgroups have a quarter each: a lane has
         one vector.

@@ -1,8 +1,8 @@
-"""The rowwise half of the tile quantizer where a code is a byte: a tile's rows to codes and scales.
+"""Rowwise half of the tile quantizer for byte codes: a tile's rows to codes and scales.
 
-A row of a tile is 128 bytes of codes, which the lanes that share the row store together; the lanes
-that share a block take its amax by shuffles. Scales go through shared memory, each warp's own part
-of it, and leave four bytes a row, which is what 128 columns have in every layout of scales.
+A row of a tile is 128 bytes of codes, which the lanes that share the row store together. Lanes that
+share a block compute its amax by shuffles. Scales go through the warp's own part of shared memory
+and leave four bytes per row: that is what 128 columns have in every layout of scales.
 """
 
 from typing import NamedTuple
@@ -12,9 +12,9 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, ra
 
 from cute_kernels.arch import get_arch
 from cute_kernels.device.absmax import absmax_packed, unpack_absmax
-from cute_kernels.device.codecs import Level
+from cute_kernels.device.codecs import GlobalScaleRegisters
 from cute_kernels.device.codecs.bytes import ByteCodec
-from cute_kernels.device.groups import Grouping
+from cute_kernels.device.groups import GroupCursor
 from cute_kernels.device.memory import (
     load_shared,
     store_global,
@@ -27,10 +27,10 @@ from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS, row_in_tile
 from cute_kernels.layout.slots import TILE_ROWS
 
 from ..config import DTYPE_BYTES, TileConfig
-from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, TileGeometry, TilePlaces
-from .square_blocks import Squares
+from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, TileAddresses, TileDescriptor, TileGeometry
+from .square_blocks import SquareBlocks
 
-#: What one store takes: 16 bytes, and on sm_100a 32.
+#: Bytes of the widest store.
 _STORE_BYTES = {"sm_90a": 16, "sm_100a": 32}
 _HALF_STORE = 16
 #: Rows of a warp in each quarter of a tile, and rows of a quarter.
@@ -38,39 +38,49 @@ _EIGHT, _QUARTER, _QUARTERS = 8, 32, 4
 
 
 class LaneRows(NamedTuple):
-    """What a lane has of a tile's rows.
+    """Rows of a tile that a lane works on.
 
-    ``mate`` is which of its rows' lanes it is. Of its first row, ``source`` is where the first
-    chunk of its columns is, ``staged`` where the scale of its block goes and ``target`` where the
-    codes go; ``live`` rows of the tile and ``left`` columns follow. If ``is_wide`` all of its
-    columns exist, and one store takes their codes.
+    Attributes:
+        mate: Lane among those that share the rows.
+        source: Shared-memory address of the first chunk of the lane's columns in its first row.
+        scale_address: Shared-memory address for the scale of its block in its first row.
+        live_rows: Rows of the tile from the first row on.
+        target: Global address for the codes of its first row.
+        pitch: Bytes from one row of codes to the next.
+        is_wide: All columns of the lane exist, and one store takes their codes.
+        remaining: Columns from the lane's first column to K.
     """
 
     mate: Int32
     source: Int32
-    staged: Int32
-    live: Int32
+    scale_address: Int32
+    live_rows: Int32
     target: Int64
     pitch: Int64
     is_wide: Boolean
-    left: Int32
+    remaining: Int32
 
 
 class ByteRowConverter:
-    """Converts rows of tiles in shared memory, eight of each quarter a warp, several at a time.
+    """Converts rows of tiles in shared memory.
 
-    Eight lanes at a time read 16-byte chunks that touch all banks: those of ``near`` mates, lanes
-    that share a row, in rows that follow each other.
+    A warp has eight rows of each quarter of the tile, several at a time. Eight lanes at a time read
+    16-byte chunks that touch all banks: those of ``near`` mates, lanes that share a row, in
+    consecutive rows.
     """
 
     def __init__(
-        self, config: TileConfig, codec: ByteCodec, tile: TileGeometry, squares: Squares | None
+        self,
+        config: TileConfig,
+        codec: ByteCodec,
+        geometry: TileGeometry,
+        squares: SquareBlocks | None,
     ):
         self.config = config
         self.codec = codec
         self.dtype = config.dtype
         self.arch = config.arch
-        self.tile = tile
+        self.geometry = geometry
         self.squares = squares
         #: Columns of a lane, and 16-byte chunks of them.
         self.width = _STORE_BYTES[config.arch]
@@ -84,11 +94,11 @@ class ByteRowConverter:
         self.is_tiled = codec.fmt.has_scale_tiles
         #: Unrolled code executes fewer instructions, but was not measured to be faster on sm_90a.
         self.is_unrolled = get_arch(config.arch).tuned_by == "instruction_count"
-        #: Whether rows have scales of their own, which are staged.
+        #: True if each row has scales, which go through shared memory.
         self.stages_scales = codec.has_scales and not (config.fmt.is_2d and not self.is_tiled)
 
-    def place(self) -> tuple[Int32, Int32]:
-        """Which of its row's lanes a lane is, and which of the rows that a warp has at once."""
+    def mate_and_row(self) -> tuple[Int32, Int32]:
+        """Return the lane's number among those of its row, and its row among those of the warp."""
         lane = cute.arch.lane_idx()
         far = self.mates // self.near
         eight = lane // 8
@@ -98,146 +108,195 @@ class ByteRowConverter:
     @cute.jit
     def convert(
         self,
-        groups: Grouping,
+        groups: GroupCursor,
         cols: Int32,
-        level: Level,
+        global_scale: GlobalScaleRegisters,
         codes: cute.Tensor,
         scales: cute.Tensor | None,
-        what: Descriptor,
-        part: Int32,
-        places: TilePlaces,
-        seen: Uint32,
+        tile: TileDescriptor,
+        warp_in_team: Int32,
+        addresses: TileAddresses,
+        running_absmax: Uint32,
     ) -> Uint32:
-        """Gives ``seen`` with the largest magnitudes of the warp's rows, packed."""
-        mate, row = self.place()
-        first = part * _EIGHT + row
+        """Convert a warp's rows of the tile.
+
+        Args:
+            groups: Groups of the rows.
+            cols: Columns of the elements, K.
+            global_scale: Global scale of the group.
+            codes: (T, K) or (G, N, K) codes.
+            scales: Rowwise block scales, or None.
+            tile: Descriptor of the tile.
+            warp_in_team: Warp in the team.
+            addresses: Shared-memory addresses of the tile.
+            running_absmax: Packed absmax of the group so far.
+
+        Returns:
+            ``running_absmax``; raised to the magnitudes of the rows if the caller gives scales.
+        """
+        mate, row = self.mate_and_row()
+        lane_row = warp_in_team * _EIGHT + row
         pitch = Int64(codes.stride[len(codes.stride) - 2])
-        col = what.col_tile * TILE_COLS + mate * self.width
-        left = cols - col
+        col = tile.col_tile * TILE_COLS + mate * self.width
+        remaining = cols - col
         lane = LaneRows(
             mate=mate,
-            source=self.source(places.tile, mate, first),
-            staged=self.staged(places.scales, mate, first),
-            live=what.count - first,
-            target=codes.iterator.toint() + (what.first + first) * pitch + col,
+            source=self.source(addresses.tile, mate, lane_row),
+            scale_address=self.scale_address(addresses.scales, mate, lane_row),
+            live_rows=tile.num_rows - lane_row,
+            target=codes.iterator.toint() + (tile.first_row + lane_row) * pitch + col,
             pitch=pitch,
-            is_wide=left >= self.width and pitch % self.width == 0,
-            left=left,
+            is_wide=remaining >= self.width and pitch % self.width == 0,
+            remaining=remaining,
         )
         # Quarters in which a row of the warp's exists.
-        quarters = (what.count - part * _EIGHT + (_QUARTER - 1)) >> 5
+        quarters = (tile.num_rows - warp_in_team * _EIGHT + (_QUARTER - 1)) >> 5
         if const_expr(self.is_unrolled):
             for q in range_constexpr(_QUARTERS):
                 if q < quarters:
-                    seen = self.convert_eight(level, lane, Int32(q), places, seen)
+                    running_absmax = self.convert_eight(
+                        global_scale, lane, Int32(q), addresses, running_absmax
+                    )
         else:
             quarters = cutlass.min(quarters, Int32(_QUARTERS))
             for q in cutlass.range(quarters, unroll=2):
-                seen = self.convert_eight(level, lane, q, places, seen)
+                running_absmax = self.convert_eight(
+                    global_scale, lane, q, addresses, running_absmax
+                )
         if const_expr(self.codec.has_scales):
             if const_expr(self.stages_scales):
                 cute.arch.sync_warp()
-                self.write_scales(groups, scales, what, part, places.scales)
+                self.write_scales(groups, scales, tile, warp_in_team, addresses.scales)
             else:
-                self.squares.write_scale(scales, level, what, part, places.squares)
-        return seen
+                self.squares.write_scale(
+                    scales, global_scale, tile, warp_in_team, addresses.squares
+                )
+        return running_absmax
 
     @cute.jit
     def convert_eight(
-        self, level: Level, lane: LaneRows, q: Int32, places: TilePlaces, seen: Uint32
+        self,
+        global_scale: GlobalScaleRegisters,
+        lane: LaneRows,
+        q: Int32,
+        addresses: TileAddresses,
+        running_absmax: Uint32,
     ) -> Uint32:
-        for after in range_constexpr(0, _EIGHT, self.rows_at_once):
-            rows_on = q * _QUARTER + after
-            # Rows of one lane differ in a bit of the swizzle besides.
-            at = lane.source ^ (after * 16)
-            words = self.load(at, rows_on * BOX_BYTES)
+        """Convert the warp's eight rows of quarter ``q``; return ``running_absmax``."""
+        for eight_offset in range_constexpr(0, _EIGHT, self.rows_at_once):
+            row_offset = q * _QUARTER + eight_offset
+            # The rows of one lane also differ in a bit of the swizzle.
+            address = lane.source ^ (eight_offset * 16)
+            words = self.load(address, row_offset * BOX_BYTES)
             packed = absmax_packed(words, self.dtype, self.arch)
             if const_expr(self.config.fmt.has_given_scale):
-                shown = select(rows_on < lane.live, packed, Uint32(0))
-                seen = absmax_packed([seen, shown], self.dtype, self.arch)
-            stored, factor = self.scale(packed, level, q, lane.mate, places)
+                live_absmax = select(row_offset < lane.live_rows, packed, Uint32(0))
+                running_absmax = absmax_packed([running_absmax, live_absmax], self.dtype, self.arch)
+            stored, factor = self.scale(packed, global_scale, q, lane.mate, addresses)
             if const_expr(self.stages_scales):
-                self.stage(stored, lane.staged, q, after, lane.mate)
+                self.stage(stored, lane.scale_address, q, eight_offset, lane.mate)
             out = self.codec.encode_row(words, factor)
-            if rows_on < lane.live and lane.left > 0:
-                self.store(lane, lane.target + rows_on * lane.pitch, out)
-        return seen
+            if row_offset < lane.live_rows and lane.remaining > 0:
+                self.store(lane, lane.target + row_offset * lane.pitch, out)
+        return running_absmax
 
-    def source(self, tile_at: Int32, mate: Int32, first: Int32) -> Int32:
-        """Where the first chunk of a lane's columns of its first row is."""
+    def source(self, tile_address: Int32, mate: Int32, lane_row: Int32) -> Int32:
+        """Return the shared-memory address of a lane's first chunk in its first row."""
         chunk = mate * self.chunks
-        at = tile_at + first * BOX_BYTES + ((chunk ^ first) % 8) * 16
-        return at + mate * self.width // self.tile.box_cols * BOX_SIZE
+        address = tile_address + lane_row * BOX_BYTES + ((chunk ^ lane_row) % 8) * 16
+        return address + mate * self.width // self.geometry.box_cols * BOX_SIZE
 
-    def load(self, at: Int32, after: Int32) -> list[Uint32]:
-        places = [(at ^ (c * 16)) + after for c in range(self.chunks)]
-        return [word for place in places for word in load_shared(place, 4)]
+    def load(self, address: Int32, offset: Int32) -> list[Uint32]:
+        """Load the words of a lane's columns in the row ``offset`` bytes further."""
+        chunk_addresses = [(address ^ (c * 16)) + offset for c in range(self.chunks)]
+        return [word for chunk_address in chunk_addresses for word in load_shared(chunk_address, 4)]
 
     def scale(
-        self, packed: Uint32, level: Level, q: Int32, mate: Int32, places: TilePlaces
+        self,
+        packed: Uint32,
+        global_scale: GlobalScaleRegisters,
+        q: Int32,
+        mate: Int32,
+        addresses: TileAddresses,
     ) -> tuple[Uint32 | None, Float32]:
-        """The scale of a lane's block as it is stored, and its encode factor.
+        """Compute the scale of a lane's block.
 
-        ``packed`` are the largest magnitudes of its part of the block, ``q`` the quarter of the
-        tile with the row.
+        Args:
+            packed: Packed absmax of the lane's part of the block.
+            global_scale: Global scale of the group.
+            q: Quarter of the tile that has the row.
+            mate: Lane among those of the row.
+            addresses: Shared-memory addresses of the tile.
+
+        Returns:
+            The stored scale and the encode factor.
         """
         if not self.codec.has_scales:
-            return self.codec.block_scale(Float32(0.0), level)
+            return self.codec.block_scale(Float32(0.0), global_scale)
         if self.squares is not None:
-            a = self.squares.amax(places.squares, q, mate * self.width // _QUARTER)
-            return self.codec.block_scale(a, level)
+            amax = self.squares.amax(addresses.squares, q, mate * self.width // _QUARTER)
+            return self.codec.block_scale(amax, global_scale)
         mates = 1
         while mates < self.sharing:
             offset = mates if mates < self.near else mates // self.near * 8
-            other = Uint32(cute.arch.shuffle_sync_bfly(packed, offset=offset))
-            packed = absmax_packed([packed, other], self.dtype, self.arch)
+            neighbor = Uint32(cute.arch.shuffle_sync_bfly(packed, offset=offset))
+            packed = absmax_packed([packed, neighbor], self.dtype, self.arch)
             mates *= 2
-        return self.codec.block_scale(unpack_absmax(packed, self.dtype, self.arch), level)
+        return self.codec.block_scale(unpack_absmax(packed, self.dtype, self.arch), global_scale)
 
     # ---- scales
 
-    def staged(self, scales_at: Int32, mate: Int32, first: Int32) -> Int32:
-        """Where in shared memory the scale of a lane's block of its first row goes."""
+    def scale_address(self, scales_address: Int32, mate: Int32, lane_row: Int32) -> Int32:
+        """Return the shared-memory address for the scale of a lane's block in its first row."""
         if self.is_tiled:
-            return scales_at + first * 16 + mate * self.width // self.codec.block
-        return scales_at + first * 4
+            return scales_address + lane_row * 16 + mate * self.width // self.codec.block
+        return scales_address + lane_row * 4
 
     @cute.jit
-    def stage(self, stored: Uint32, staged: Int32, q: Int32, after: int, mate: Int32) -> None:
+    def stage(
+        self, stored: Uint32, scale_address: Int32, q: Int32, eight_offset: int, mate: Int32
+    ) -> None:
+        """Store the scale of a block in shared memory, by the first of the lanes that share it."""
         if mate % self.sharing == 0:
             if const_expr(self.is_tiled):
-                store_shared_byte(staged + q * SF_TILE_COLS + after * 16, stored)
+                store_shared_byte(scale_address + q * SF_TILE_COLS + eight_offset * 16, stored)
             else:
-                store_shared(staged + (q * _QUARTER + after) * 4, [stored])
+                store_shared(scale_address + (q * _QUARTER + eight_offset) * 4, [stored])
 
     @cute.jit
     def write_scales(
-        self, groups: Grouping, scales: cute.Tensor, what: Descriptor, part: Int32, scales_at: Int32
+        self,
+        groups: GroupCursor,
+        scales: cute.Tensor,
+        tile: TileDescriptor,
+        warp_in_team: Int32,
+        scales_address: Int32,
     ) -> None:
-        """The warp's rows, one a lane: zeros for those that do not exist."""
+        """Write the scales of the warp's rows, one row per lane; missing rows get zeros."""
         lane = cute.arch.lane_idx()
-        quarter, in_quarter = lane // _EIGHT, part * _EIGHT + lane % _EIGHT
+        quarter, in_quarter = lane // _EIGHT, warp_in_team * _EIGHT + lane % _EIGHT
         row = quarter * _QUARTER + in_quarter
-        place = row_in_tile(row) if self.is_tiled else row * 4
-        word = load_shared(scales_at + place, 1)[0]
-        target = scales.iterator.toint() + self.scale_tile(groups, scales, what) + place
-        store_global(target, [select(row < what.count, word, Uint32(0))])
+        row_offset = row_in_tile(row) if self.is_tiled else row * 4
+        word = load_shared(scales_address + row_offset, 1)[0]
+        target = scales.iterator.toint() + self.scale_tile(groups, scales, tile) + row_offset
+        store_global(target, [select(row < tile.num_rows, word, Uint32(0))])
 
-    def scale_tile(self, groups: Grouping, scales: cute.Tensor, what: Descriptor) -> Int64:
-        """Bytes before the 512 of a tile's scales."""
+    def scale_tile(self, groups: GroupCursor, scales: cute.Tensor, tile: TileDescriptor) -> Int64:
+        """Return the offset in bytes of the 512 bytes of a tile's scales."""
         if self.is_tiled:
             tiles_along_k = scales.shape[len(scales.shape) - 2]
-            return (Int64(what.tile) * tiles_along_k + what.col_tile) * SF_TILE_BYTES
-        row = Int64(what.col_tile)
+            return (Int64(tile.slot_tile) * tiles_along_k + tile.col_tile) * SF_TILE_BYTES
+        row = Int64(tile.col_tile)
         if groups.offs is None:
-            row += Int64(what.group) * scales.shape[1]
+            row += Int64(tile.group) * scales.shape[1]
         slots = Int64(scales.shape[len(scales.shape) - 1])
-        return (row * slots + groups.local_tile(what.tile, what.group) * TILE_ROWS) * 4
+        return (row * slots + groups.local_tile(tile.slot_tile, tile.group) * TILE_ROWS) * 4
 
     # ---- codes
 
     @cute.jit
     def store(self, lane: LaneRows, target: Int64, words: list) -> None:
+        """Store the codes of a lane's columns in one row."""
         half = _HALF_STORE // 4
         if const_expr(self.width == _HALF_STORE):
             store_global_past_l1(target, words)
@@ -245,5 +304,5 @@ class ByteRowConverter:
             store_global_past_l1(target, words)
         else:
             store_global_past_l1(target, words[:half])
-            if lane.left >= self.width:
+            if lane.remaining >= self.width:
                 store_global_past_l1(target + _HALF_STORE, words[half:])

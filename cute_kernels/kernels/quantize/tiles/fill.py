@@ -1,9 +1,9 @@
-"""A tile whose elements are made: by its team, from global memory, into shared memory.
+"""Filling of a tile whose elements the team computes, from global memory into shared memory.
 
-It lies there as the loader's copies would leave it, with zeros for columns past K; rows that do not
-exist hold anything. Lanes that follow each other take units of one row that follow each other.
-Where a unit takes two 16-byte chunks (fp32 elements of a 16-bit input), eight lanes have half a box
-each of two rows, so that they write to all banks.
+The tile lies there as the loader's copies would leave it, with zeros for columns past K. Rows that
+do not exist hold anything. Consecutive lanes take consecutive units of one row. If a unit takes two
+16-byte chunks (fp32 elements of a 16-bit input), eight lanes have half a box each of two rows, so
+that they write to all banks.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from cute_kernels.device.groups import indexed
 from cute_kernels.device.memory import load_global, store_shared
 from cute_kernels.device.ptx import in_place
 
-from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor
+from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, TileDescriptor
 
 if TYPE_CHECKING:
     from .team import Team
 
-#: 16-byte loads that a lane has under way.
+#: 16-byte loads that a lane has in flight.
 _LOADS = 8
 #: Rows of a box after which the swizzle repeats.
 _EIGHT = 8
 
 
 class TileFiller:
-    """Makes tiles, see the module."""
+    """Computes the elements of tiles, see the module."""
 
     def __init__(self, maker: Any, team: Team):
         self.maker, self.team = maker, team
@@ -37,11 +37,11 @@ class TileFiller:
         self.chunks = maker.words // 4
         self.units = TILE_COLS // maker.unit
         self.rows_at_once = team.threads // self.units
-        #: Rows of a lane whose loads are under way.
+        #: Rows of a lane whose loads are in flight.
         self.batch = _LOADS // maker.loads
 
-    def place(self, thread: Int32) -> tuple[Int32, Int32]:
-        """The unit and the first row of a thread of the team."""
+    def unit_and_row(self, thread: Int32) -> tuple[Int32, Int32]:
+        """Return the unit and the first row of a thread of the team."""
         if self.chunks == 1:
             return thread % self.units, thread // self.units
         unit = thread % 4 + thread // 8 % (self.units // 4) * 4
@@ -52,27 +52,41 @@ class TileFiller:
         self,
         x: cute.Tensor,
         index: Any,
-        what: Descriptor,
+        tile: TileDescriptor,
         team: Int32,
-        tile_at: Int32,
+        tile_address: Int32,
         table: cute.Pointer | None,
     ) -> None:
-        """Make the rows of a tile that exist; for the whole team."""
-        unit, row = self.place(in_place(self.team.thread(team)))
+        """Compute the rows of a tile that exist, by the whole team.
+
+        Args:
+            x: Input, (R, W).
+            index: (R,) int32 rows of x, or None; for AdamW the tensors of the update.
+            tile: Descriptor of the tile.
+            team: Team in the CTA.
+            tile_address: Shared-memory address of the tile.
+            table: Table of activation factors, or None.
+        """
+        unit, row = self.unit_and_row(in_place(self.team.thread(team)))
         cols = in_place(self.maker.cols(x))
-        col = what.col_tile * TILE_COLS + unit * self.maker.unit
+        col = tile.col_tile * TILE_COLS + unit * self.maker.unit
         chunk = unit * self.chunks
-        to = tile_at + chunk // _EIGHT * BOX_SIZE + row * BOX_BYTES + (chunk ^ row) % _EIGHT * 16
-        rounds = (what.count + (self.rows_at_once * self.batch - 1)) // (
+        target = (
+            tile_address
+            + chunk // _EIGHT * BOX_SIZE
+            + row * BOX_BYTES
+            + (chunk ^ row) % _EIGHT * 16
+        )
+        rounds = (tile.num_rows + (self.rows_at_once * self.batch - 1)) // (
             self.rows_at_once * self.batch
         )
-        self.team.sync(team)  # until then a warp may still read the tile before
+        self.team.sync(team)  # before it, a warp may still read the previous tile
         if col < cols:
-            self.make_rows(x, index, what, (to, row, col, cols), rounds, table)
+            self.make_rows(x, index, tile, (target, row, col, cols), rounds, table)
         else:
             for n in cutlass.range(rounds, unroll=1):
                 for i in range_constexpr(self.batch):
-                    self.store(to, n, i, [Uint32(0)] * self.maker.words)
+                    self.store(target, n, i, [Uint32(0)] * self.maker.words)
         self.team.sync(team)
 
     @cute.jit
@@ -80,38 +94,40 @@ class TileFiller:
         self,
         x: cute.Tensor,
         index: cute.Tensor | None,
-        what: Descriptor,
-        place: tuple[Int32, ...],
+        tile: TileDescriptor,
+        position: tuple[Int32, ...],
         rounds: Int32,
         table: cute.Pointer | None,
     ) -> None:
-        """A thread's units;
+        """Compute a thread's units of all rounds.
 
-        ``place`` is where the first goes, its row and column, and how many columns there are.
+        ``position`` is the shared-memory address of the first unit, its row, its column and the
+        number of columns.
         """
-        to, row, col, cols = place
-        sources = self.maker.sources(x, what.first if index is None else Int32(0), col, cols)
+        target, row, col, cols = position
+        sources = self.maker.sources(x, tile.first_row if index is None else Int32(0), col, cols)
         for n in cutlass.range(rounds, unroll=1):
             rows = [row + (n * self.batch + i) * self.rows_at_once for i in range(self.batch)]
-            rows = [cutlass.min(r, what.count - 1) for r in rows]
+            rows = [cutlass.min(r, tile.num_rows - 1) for r in rows]
             if const_expr(index is not None):
-                rows = [indexed(index, what.first + r, x.shape[0]) for r in rows]
+                rows = [indexed(index, tile.first_row + r, x.shape[0]) for r in rows]
             inputs = [
-                [load_global(at + Int64(r) * pitch, 4) for at, pitch in sources] for r in rows
+                [load_global(address + Int64(r) * pitch, 4) for address, pitch in sources]
+                for r in rows
             ]
             for i in range_constexpr(self.batch):
                 self.store(
-                    to,
+                    target,
                     n,
                     i,
                     self.maker.make(inputs[i], True, None if table is None else table.toint()),
                 )
 
-    def store(self, to: Int32, n: Int32, i: int, words: list[Uint32]) -> None:
-        """A lane's unit of row ``i`` of batch ``n``."""
-        # Rows at once are four or eight: a row's bits of the swizzle are the first row's, or those
-        # with the highest one turned.
+    def store(self, target: Int32, n: Int32, i: int, words: list[Uint32]) -> None:
+        """Store a lane's unit of row ``i`` of batch ``n``."""
+        # The team has four or eight rows at once. So the swizzle bits of a row equal those of the
+        # first row, or differ from them in the highest bit.
         turned = i * self.rows_at_once % _EIGHT * 16
-        place = (to ^ turned) + (n * self.batch + i) * (self.rows_at_once * BOX_BYTES)
+        address = (target ^ turned) + (n * self.batch + i) * (self.rows_at_once * BOX_BYTES)
         for c in range(self.chunks):
-            store_shared(place ^ (c * 16), words[4 * c : 4 * c + 4])
+            store_shared(address ^ (c * 16), words[4 * c : 4 * c + 4])

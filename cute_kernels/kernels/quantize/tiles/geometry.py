@@ -1,4 +1,4 @@
-"""The 128x128 tile of the tile quantizer: its geometry, its descriptor, its shared memory."""
+"""The 128x128 tile of the tile quantizer: its geometry, its descriptor and its shared memory."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ from ..config import DTYPE_BYTES
 if TYPE_CHECKING:
     from cutlass import Int32, cute
 
-    from cute_kernels.device.codecs import Level
+    from cute_kernels.device.codecs import GlobalScaleRegisters
     from cute_kernels.device.philox import Seed
 
 TILE_COLS = 128
-#: Rows of one copy of a box. The boxes of a tile are loaded in turn: the more rows at a time, the
-#: later what is beside them in memory is asked for. On an H200 32 rows are 1 to 2 % faster than
-#: 128; sm_100a was not measured, and has the fewest instructions.
+#: Rows of one copy of a box. The boxes of a tile are loaded one after another. With more rows at a
+#: time, the data beside them in memory is requested later. On an H200 32 rows are 1 to 2 % faster
+#: than 128. sm_100a has not been measured; 128 rows take the fewest instructions.
 BOX_ROWS = {"sm_90a": 32, "sm_100a": 128}
-#: Bytes of a row in one box, the width of TMA's widest swizzle; and bytes of a box.
+#: Bytes of a row in one box, which is the width of TMA's widest swizzle, and bytes of a box.
 BOX_BYTES = 128
 BOX_SIZE = BOX_BYTES * TILE_ROWS
 
 
 class TileGeometry:
-    """How a tile of one dtype lies in its boxes, and in blocks of ``block`` elements.
+    """Position of a tile's elements in its boxes and in scale blocks.
 
-    ``cols_per_word`` are elements in 32 bits. ``row_blocks`` scale blocks lie one below the other
-    along its columns, ``col_blocks`` side by side along its rows; those of ``unit`` columns in one
-    row fill a row of a scale tile.
+    Attributes:
+        box_cols: Columns of a box.
+        num_boxes: Boxes of a tile, side by side.
+        cols_per_word: Elements in 32 bits.
+        row_blocks: Scale blocks along a column of the tile.
+        col_blocks: Scale blocks along a row of the tile.
+        unit: Columns whose scales fill one row of a scale tile.
     """
 
     def __init__(self, dtype: str, block: int):
@@ -42,29 +46,37 @@ class TileGeometry:
         self.unit = SF_TILE_COLS * block
 
 
-class Descriptor(NamedTuple):
-    """What a stage holds:
+class TileDescriptor(NamedTuple):
+    """Contents of a stage; the loader writes it and the team reads it.
 
-    ``count`` rows, at most 128, of a group's slot tile ``tile``; 0 ends the work.
-
-    ``first`` is the matrix row of the tile's first row. ``amax`` are bits of the group's amax or
-    given scale, 0 where groups have none: the loader reads it ahead, for a team would wait for it
-    at every tile. ``column_amax`` is that of the columnwise copy, where it has one of its own.
+    Attributes:
+        slot_tile: Slot tile.
+        col_tile: Column of tiles.
+        first_row: Matrix row of the first row of the tile.
+        num_rows: Rows that exist, at most 128; 0 ends the work.
+        group: Group of the slot tile.
+        amax: Bits of the group's fp32 amax or given scale; 0 if groups have none. The loader reads
+            it ahead, because a team would wait for it at every tile.
+        column_amax: Bits of the columnwise copy's amax, if it has its own.
     """
 
-    tile: Int32
+    slot_tile: Int32
     col_tile: Int32
-    first: Int32
-    count: Int32
+    first_row: Int32
+    num_rows: Int32
     group: Int32
     amax: Int32
     column_amax: Int32
 
 
-class TilePlaces(NamedTuple):
-    """Where in shared memory a team has what belongs to a tile;
+class TileAddresses(NamedTuple):
+    """Shared-memory addresses of the data of one tile.
 
-    ``squares`` are amaxes of its square blocks.
+    Attributes:
+        tile: Elements.
+        scales: Rowwise scales.
+        scales_t: Columnwise scales.
+        squares: fp32 amaxes of square blocks.
     """
 
     tile: Int32
@@ -73,24 +85,33 @@ class TilePlaces(NamedTuple):
     squares: Int32
 
 
-class Encoding(NamedTuple):
-    """What one copy of a tile is encoded with: its group's second level and ``scale_blocks``'
-    table.
+class TileEncoding(NamedTuple):
+    """Parameters that one copy of a tile is encoded with.
 
-    ``seed`` is what random bytes are drawn by, where the format is stochastic.
+    Attributes:
+        global_scale: Global scale of the group.
+        table: Shared-memory address of the encode factors for ``scale_blocks``, or None.
+        seed: Seed of the random numbers, or None without stochastic rounding.
     """
 
-    level: Level
+    global_scale: GlobalScaleRegisters
     table: Int32 | None
     seed: Seed | None
 
 
-class SharedMemory(NamedTuple):
-    """Pointers into shared memory: stages of one tile, with descriptors of what they hold.
+class TileSharedMemory(NamedTuple):
+    """Pointers into shared memory.
 
-    Of each team: rowwise scales, columnwise scale bytes two deep, amaxes of square blocks two deep,
-    encode factors of its group by scale byte, and arrival barriers of its tiles, two deep, see
-    ``TileLoader``. ``table`` is what activations are made by, if anything.
+    Attributes:
+        tiles: Stages of one tile each.
+        scales: Rowwise scales of each team.
+        scales_t: Columnwise scale bytes of each team, in two buffers.
+        squares: Amaxes of square blocks of each team, in two buffers.
+        factors: Encode factors of each team's group, by scale byte.
+        descriptors: A ``TileDescriptor`` per stage.
+        full: Arrival barriers of each team's tiles, in two buffers, see ``TileLoader``.
+        empty: Barriers of stages that the team has read.
+        table: Table of activation factors, or None.
     """
 
     tiles: cute.Pointer

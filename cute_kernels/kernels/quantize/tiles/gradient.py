@@ -1,13 +1,13 @@
-"""Gradients of an activation, and p times its result, to codes from one read of its inputs.
+"""Quantizer of gradients: the gradient of an activation and p times its result, from one read.
 
-The loader brings tiles of the inputs; all warps turn them where they lie into tiles of the gradient
-and of p a, as ``moe_activate_gradient`` has them; then four warps quantize the columns of each tile
-of the stage, and four the rows of all. Who is done begins with the next stage, so warps take rows
-from a counter. So do CTAs tiles, many of which have few rows. Of <grad, a> a tile's part of each
-row goes to memory, for a second kernel.
+The loader brings tiles of the inputs. All warps turn them in place into tiles of the gradient and
+of p a, as ``moe_activate_gradient`` defines them. Then four warps quantize the columns of each tile
+of the stage, and four warps the rows of all tiles. A warp that is done begins with the next stage,
+so warps take rows from a counter. CTAs take tiles from a counter, because many tiles have few rows.
+The sum <grad, a> of each row in a tile goes to memory, and a second kernel adds the sums of a row.
 
-With 96 KiB a stage there are two, and the loader has the time in which one is worked on: what to
-load, and what weights and scales, it has read by then.
+A stage has 96 KiB, so there are two, and the loader has as much time as the work on one stage
+takes. It reads tile positions, weights and scales ahead.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from cute_kernels.device.activation_curves import (
 from cute_kernels.device.codecs import codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.convert import pack_words, unpack_words
-from cute_kernels.device.groups import Grouping
+from cute_kernels.device.groups import GroupCursor
 from cute_kernels.device.launch import compact, env_stream
 from cute_kernels.device.memory import load_global_if, load_shared, store_shared
 from cute_kernels.device.ptx import add_rn, bits_as_f32, f32_as_bits, select
 from cute_kernels.formats.activations import parse_activation
 from cute_kernels.kernels.quantize.amax import AmaxKernels
 from cute_kernels.kernels.quantize.fakes import FakeBuffers
-from cute_kernels.kernels.quantize.global_scales import LevelWriter
+from cute_kernels.kernels.quantize.global_scales import GlobalScaleWriter
 from cute_kernels.layout.shapes import SF_TILE_BYTES, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
 
@@ -44,38 +44,45 @@ from .geometry import (
     BOX_BYTES,
     BOX_SIZE,
     TILE_COLS,
-    Descriptor,
-    SharedMemory,
+    TileAddresses,
+    TileDescriptor,
     TileGeometry,
-    TilePlaces,
+    TileSharedMemory,
 )
 from .loader import DESCRIPTOR_WORDS, TileLoader, Tma
 from .scales import write_column_scales
-from .team import Copies, Team
+from .team import CopyBuffers, Team
 
 if TYPE_CHECKING:
-    from cute_kernels.device.codecs import Level
+    from cute_kernels.device.codecs import GlobalScaleRegisters
     from cute_kernels.kernels.quantize.config import GradientConfig, TileConfig
 
 _THREADS = 256
 #: Lanes that share a row of a tile, eight columns each, and rows that a warp has at once.
 _LANES = TILE_COLS // 8
 _ROWS = WARP_SIZE // _LANES
-#: Bytes of weights of a stage's rows; behind them, how many rows were taken.
+#: Bytes of the weights of a stage's rows; a counter of rows lies behind them.
 _WEIGHTS = TILE_ROWS * 4
 _FACTORS = _WEIGHTS + 16
 
 
 class Inputs(NamedTuple):
-    """Copies of boxes of the inputs, the weights of rows, given scales of both copies, and the
-    counter of tiles.
+    """Inputs of the loader.
+
+    Attributes:
+        x: Boxes of x, (R, W).
+        grad: Boxes of grad, (R, N).
+        weight: (T * top_k,) fp32 routing weights.
+        pair: (R,) int32 index of each row's weight.
+        input_scales: (G,) fp32 scales of both copies, None each if the format takes none.
+        counter: (1,) int32 counter of tiles.
     """
 
     x: Tma
     grad: Tma
     weight: cute.Tensor
     pair: cute.Tensor
-    given: tuple[cute.Tensor | None, cute.Tensor | None]
+    input_scales: tuple[cute.Tensor | None, cute.Tensor | None]
     counter: cute.Tensor
 
 
@@ -83,110 +90,123 @@ class GradientLoader(TileLoader):
     """Loads tiles of the inputs, and the weights of their rows."""
 
     @cute.jit
-    def load(self, groups: Grouping, cols: Int32, inputs: Inputs, shared: SharedMemory) -> None:  # type: ignore[override]
-        stage, phase, tall = Int32(0), Int32(1), self.config.band
+    def load(
+        self, groups: GroupCursor, cols: Int32, inputs: Inputs, shared: TileSharedMemory
+    ) -> None:  # type: ignore[override]
+        """Load the tiles that the CTA takes from the counter, see ``TileLoader.load``."""
+        stage, phase, band_tiles = Int32(0), Int32(1), self.config.band
         col_tiles = (cols + (TILE_COLS - 1)) // TILE_COLS
-        num_tiles = groups.tiles_to_last()
+        num_tiles = groups.used_tiles()
         item, end = cute.arch.block_idx()[0], num_tiles * col_tiles
         while item < end:
-            band = item // (tall * col_tiles) * tall
-            wanted, col_tile = self.tile_of(item, num_tiles, col_tiles)
-            group, first, count = groups.holds_together(wanted)
+            band = item // (band_tiles * col_tiles) * band_tiles
+            slot_tile, col_tile = self.tile_of(item, num_tiles, col_tiles)
+            group, first_row, num_rows = groups.locate_in_warp(slot_tile)
             least = item
-            if count <= 0:
-                head = groups.seek(band, Int32(0))[0]
-                if head >= band + tall:
-                    least = head // tall * (tall * col_tiles)  # no rows up to there
-            taken = self.take(inputs.counter, item, end, least)
-            if count > 0:
-                weights = self.read_weights(inputs, first, count)
+            if num_rows <= 0:
+                next_tile = groups.seek(band, Int32(0))[0]
+                if next_tile >= band + band_tiles:
+                    least = (
+                        next_tile // band_tiles * (band_tiles * col_tiles)
+                    )  # no rows up to there
+            num_taken = self.take(inputs.counter, item, end, least)
+            if num_rows > 0:
+                weights = self.read_weights(inputs, first_row, num_rows)
                 scales = [
-                    Int32(0) if of_copy is None else Int32(f32_as_bits(of_copy[group]))
-                    for of_copy in inputs.given
+                    Int32(0) if scale is None else Int32(f32_as_bits(scale[group]))
+                    for scale in inputs.input_scales
                 ]
                 cute.arch.mbarrier_wait(shared.empty + stage, phase)
-                what = Descriptor(wanted, col_tile, first, count, group, *scales)
-                self.describe(shared, stage, what)
-                self.load_tile(what, inputs, stage, stage, shared)
+                tile = TileDescriptor(slot_tile, col_tile, first_row, num_rows, group, *scales)
+                self.describe(shared, stage, tile)
+                self.load_tile(tile, inputs, stage, stage, shared)
                 self.store_weights(weights, shared.factors.toint() + stage * _FACTORS)
                 self.announce(shared, stage)
                 phase ^= stage
                 stage ^= 1
-            item = self.next(inputs.counter, taken, end)
+            item = self.next(inputs.counter, num_taken, end)
         cute.arch.mbarrier_wait(shared.empty + stage, phase)
-        self.describe(shared, stage, Descriptor(*[Int32(0)] * 7))
+        self.describe(shared, stage, TileDescriptor(*[Int32(0)] * 7))
         self.announce(shared, stage)
 
     @cute.jit
     def take(self, counter: cute.Tensor, item: Int32, end: Int32, least: Int32) -> Int32:
-        """How many items were taken, in the first lane; that is asked before the answer is needed.
+        """Return in the first lane how many items have been taken.
 
-        CTAs began with items of their own. The next one is not before ``least``.
+        The request is made before the answer is needed. CTAs began with items of their own. The
+        next item is not before ``least``.
         """
-        taken = Int32(0)
+        num_taken = Int32(0)
         if cute.arch.lane_idx() == 0:
             if least > item:
                 least = cutlass.min(least, end) - cute.arch.grid_dim()[0]
                 cute.arch.atomic_max(counter.iterator, least, sem="relaxed", scope="gpu")
-            taken = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-        return taken
+            num_taken = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+        return num_taken
 
     @cute.jit
-    def next(self, counter: cute.Tensor, taken: Int32, end: Int32) -> Int32:
-        """The item after those that were taken; who finds none after all additions clears the
-        counter.
-        """
-        if cute.arch.lane_idx() == 0 and taken == end - 1:
-            cute.arch.atomic_exch(counter.iterator, Int32(0), sem="relaxed", scope="gpu")
-        return cute.arch.shuffle_sync(taken, 0) + cute.arch.grid_dim()[0]
+    def next(self, counter: cute.Tensor, num_taken: Int32, end: Int32) -> Int32:
+        """Return the item that follows ``num_taken`` taken ones.
 
-    def read_weights(self, inputs: Inputs, first: Int32, count: Int32) -> list[Uint32]:
-        """Of a lane's row of each 32; 0 where there is none."""
-        found, pairs = [], inputs.weight.shape[0]
+        The CTA whose request is the last of all clears the counter.
+        """
+        if cute.arch.lane_idx() == 0 and num_taken == end - 1:
+            cute.arch.atomic_exch(counter.iterator, Int32(0), sem="relaxed", scope="gpu")
+        return cute.arch.shuffle_sync(num_taken, 0) + cute.arch.grid_dim()[0]
+
+    def read_weights(self, inputs: Inputs, first_row: Int32, num_rows: Int32) -> list[Uint32]:
+        """Return the weight of a lane's row in each 32 rows; 0 if the row has none."""
+        loaded, pairs = [], inputs.weight.shape[0]
         for i in range(TILE_ROWS // WARP_SIZE):
             row = i * WARP_SIZE + cute.arch.lane_idx()
-            found += load_global_if(
-                inputs.pair.iterator.toint() + Int64(first + row) * 4, 4, row, count
+            loaded += load_global_if(
+                inputs.pair.iterator.toint() + Int64(first_row + row) * 4, 4, row, num_rows
             )
-        places = [Int32(select(Int32(at) < 0, Uint32(pairs), at)) for at in found]
-        at = inputs.weight.iterator.toint()
-        return [load_global_if(at + Int64(place) * 4, 4, place, pairs)[0] for place in places]
-
-    @cute.jit
-    def store_weights(self, weights: list[Uint32], to: Int32) -> None:
-        """To shared memory, with no rows taken."""
-        for i, p in enumerate(weights):
-            store_shared(to + (i * WARP_SIZE + cute.arch.lane_idx()) * 4, [p])
-        with cute.arch.elect_one():
-            store_shared(to + _WEIGHTS, [Uint32(0)])
-
-    def sources(self, what: Descriptor, inputs: Inputs) -> list[tuple[Tma, Int32]]:
-        first, half = what.col_tile * TILE_COLS, inputs.grad.source.shape[1]
+        pair_indices = [
+            Int32(select(Int32(address) < 0, Uint32(pairs), address)) for address in loaded
+        ]
+        address = inputs.weight.iterator.toint()
         return [
-            *((inputs.x, first + t * half) for t in range(self.config.num_tiles)),
-            (inputs.grad, first),
+            load_global_if(address + Int64(pair) * 4, 4, pair, pairs)[0] for pair in pair_indices
         ]
 
     @cute.jit
-    def announce(self, shared: SharedMemory, full: Int32) -> None:
+    def store_weights(self, weights: list[Uint32], address: Int32) -> None:
+        """Write weights to shared memory, and reset the counter of rows behind them."""
+        for i, p in enumerate(weights):
+            store_shared(address + (i * WARP_SIZE + cute.arch.lane_idx()) * 4, [p])
+        with cute.arch.elect_one():
+            store_shared(address + _WEIGHTS, [Uint32(0)])
+
+    def sources(self, tile: TileDescriptor, inputs: Inputs) -> list[tuple[Tma, Int32]]:
+        """Return the boxes of A, of B if the activation is gated, and of grad."""
+        first_column, half = tile.col_tile * TILE_COLS, inputs.grad.source.shape[1]
+        return [
+            *((inputs.x, first_column + t * half) for t in range(self.config.num_tiles)),
+            (inputs.grad, first_column),
+        ]
+
+    @cute.jit
+    def announce(self, shared: TileSharedMemory, full: Int32) -> None:
+        """Arrive at the barrier of a stage; each lane arrives for its weights."""
         cute.arch.mbarrier_arrive(shared.full + full)  # each lane, for its weights
 
 
 class GradientQuantizer(AmaxKernels):
-    """Persistent quantizer of gradients, see the module."""
+    """Persistent kernel that quantizes gradients, see the module."""
 
     def __init__(self, config: GradientConfig):
         self.config, self.dtype, self.arch = config, config.dtype, config.arch
         self.act = parse_activation(config.activation)
-        #: Four warps a tile, for its columns, and four for rows.
+        #: Crews of four warps: one per tile for its columns, and one for the rows.
         self.crews = config.num_tiles + 2
         self.tiles = [self.converter(copy) for copy in config.copies]
-        self.loader = GradientLoader(config, self.tiles[0].columns.tile)  # type: ignore[arg-type]
+        self.loader = GradientLoader(config, self.tiles[0].columns.geometry)  # type: ignore[arg-type]
         self.threads = self.crews * config.copies[0].warps_per_team * WARP_SIZE
         self.has_given_scale = any(copy.fmt.has_given_scale for copy in config.copies)
-        self.levels = LevelWriter(self.tiles[0].columns.codec)
-        #: Levels of scales that are given become NaN when amaxes are known.
-        self.marks_levels = self.has_given_scale and any(
+        self.global_scale_writer = GlobalScaleWriter(self.tiles[0].columns.codec)
+        #: True if ``scale_inv`` of given scales becomes NaN once an amax is known to be infinite.
+        self.marks_global_scales = self.has_given_scale and any(
             copy.fmt.nan_scales for copy in config.copies
         )
         #: Columnwise scale tiles of each kind of tile, and the most bytes of them.
@@ -203,12 +223,14 @@ class GradientQuantizer(AmaxKernels):
             self.table = FactorTable.create(self.act, config.dtype)
 
     def converter(self, copy: TileConfig) -> ByteTiles:
+        """Return the converter of the tiles of a copy."""
         codec = codec_of(copy.format, copy.dtype, copy.arch)
-        tile = TileGeometry(copy.dtype, codec.block)
-        return ByteTiles(copy, codec, tile, Team(copy, tile))  # type: ignore[arg-type]
+        geometry = TileGeometry(copy.dtype, codec.block)
+        return ByteTiles(copy, codec, geometry, Team(copy, geometry))  # type: ignore[arg-type]
 
     @staticmethod
     def fake_args(config: GradientConfig) -> tuple[Any, ...]:
+        """Return stand-ins for the arguments, see ``GradientConfig.kernel``."""
         fake, scaled = (FakeBuffers(config.dtype, "ragged", copy.format) for copy in config.copies)
         scaled.rows, scaled.groups, pairs = fake.rows, fake.groups, cute.sym_int()
         return (
@@ -217,9 +239,18 @@ class GradientQuantizer(AmaxKernels):
             fake.offs(),
             compact(Float32, pairs, align=4),
             compact(Int32, fake.rows, align=4),
-            *(fake.level(), scaled.level()),
-            *(fake.codes(), fake.scales(), fake.codes_t(), fake.scales_t(), *fake.results()),
-            *(None, None, scaled.codes_t(), scaled.scales_t(), *scaled.results()),
+            fake.global_scale(),
+            scaled.global_scale(),
+            fake.codes(),
+            fake.scales(),
+            fake.codes_t(),
+            fake.scales_t(),
+            *fake.global_scale_outputs(),
+            None,
+            None,
+            scaled.codes_t(),
+            scaled.scales_t(),
+            *scaled.global_scale_outputs(),
             compact(Float32, cute.sym_int(), fake.rows, align=4),
             compact(Float32, pairs, align=4),
             Int32(1),
@@ -229,17 +260,22 @@ class GradientQuantizer(AmaxKernels):
 
     @cute.jit
     def __call__(self, *args: Any) -> None:
-        x, grad, offs, weight, pair, *of_copies, sums, dweight, num_sms, counter, stream = args
-        given, out = tuple(of_copies[:2]), tuple(of_copies[2:])
-        if const_expr(self.marks_levels):
-            both = out[: len(out) // 2], out[len(out) // 2 :]
-            scale_invs, scales, amaxes = zip(*(one[4:] for one in both), strict=True)
-            self.launch_levels(amaxes, given, scale_invs, scales, num_sms, stream)
+        """Launch the kernels: initialize amaxes, quantize, and add the sums of each row."""
+        x, grad, offs, weight, pair, *copy_tensors, sums, dweight, num_sms, counter, stream = args
+        input_scales, out = tuple(copy_tensors[:2]), tuple(copy_tensors[2:])
+        if const_expr(self.marks_global_scales):
+            halves = out[: len(out) // 2], out[len(out) // 2 :]
+            scale_invs, scales, amaxes = zip(*(half[4:] for half in halves), strict=True)
+            self.launch_global_scales(amaxes, input_scales, scale_invs, scales, num_sms, stream)
         elif const_expr(self.has_given_scale):
-            first, *other = [t for t in (out[len(out) // 2 - 1], out[-1]) if t is not None]
-            self.launch_clear(first, num_sms, stream, *other)
-        copies = [self.loader.copy_of(t, t.shape[0]) for t in (x, grad)]
-        self.kernel(*copies[0], *copies[1], offs, weight, pair, given, out, sums, counter).launch(
+            amax, *more_amaxes = [
+                tensor for tensor in (out[len(out) // 2 - 1], out[-1]) if tensor is not None
+            ]
+            self.launch_clear(amax, num_sms, stream, *more_amaxes)
+        copies = [self.loader.copy_of(tensor, tensor.shape[0]) for tensor in (x, grad)]
+        self.kernel(
+            *copies[0], *copies[1], offs, weight, pair, input_scales, out, sums, counter
+        ).launch(
             grid=[num_sms, 1, 1],
             block=[self.threads + WARP_SIZE, 1, 1],
             stream=stream,
@@ -259,14 +295,23 @@ class GradientQuantizer(AmaxKernels):
         sums: cute.Tensor,
         dweight: cute.Tensor,
     ) -> None:
+        """Add the sums of each row over its tiles.
+
+        Args:
+            x: (R, W), for its rows.
+            offs: (G,) int32.
+            pair: (R,) int32 index of each row's weight.
+            sums: (tiles along N, R) fp32.
+            dweight: (T * top_k,) fp32 output.
+        """
         row = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
-        last = Grouping.of(x, offs).last_row()
-        while row < last:
-            at, total = pair[row], Float32(0.0)
-            if at >= 0 and at < dweight.shape[0]:
+        end_row = GroupCursor.from_tensors(x, offs).end_row()
+        while row < end_row:
+            pair_index, total = pair[row], Float32(0.0)
+            if pair_index >= 0 and pair_index < dweight.shape[0]:
                 for t in cutlass.range(sums.shape[0], unroll=8):
                     total = add_rn(total, sums[t, row])
-                dweight[at] = total
+                dweight[pair_index] = total
             row += cute.arch.grid_dim()[0] * _THREADS
 
     @cute.kernel
@@ -281,26 +326,27 @@ class GradientQuantizer(AmaxKernels):
         offs: cute.Tensor,
         weight: cute.Tensor,
         pair: cute.Tensor,
-        given: tuple[cute.Tensor | None, ...],
+        input_scales: tuple[cute.Tensor | None, ...],
         out: tuple[cute.Tensor | None, ...],
         sums: cute.Tensor,
         counter: cute.Tensor,
     ) -> None:
+        """Set up shared memory and barriers, then run the loader warp and the compute warps."""
         smem, stages = cutlass.memory.SmemAllocator(), self.config.num_stages
 
-        def part(size: int, align: int = 16) -> cute.Pointer:
+        def allocate(size: int, align: int = 16) -> cute.Pointer:
             return smem.allocate_array(Uint8, max(size, 1), byte_alignment=align)
 
         table = None
         if const_expr(self.table is not None):
-            table = part(TABLE_BYTES)  # the first, so that addresses in it are low
-        tiles = part(stages * self.config.tile_bytes, 1024)
-        shared = SharedMemory(
+            table = allocate(TABLE_BYTES)  # the first allocation, so that its addresses are low
+        tiles = allocate(stages * self.config.tile_bytes, 1024)
+        shared = TileSharedMemory(
             tiles=tiles,
-            scales=part(self.config.num_tiles * SF_TILE_BYTES),
-            scales_t=part(2 * (self.config.num_tiles + 1) * self.scales_bytes),
+            scales=allocate(self.config.num_tiles * SF_TILE_BYTES),
+            scales_t=allocate(2 * (self.config.num_tiles + 1) * self.scales_bytes),
             squares=tiles,
-            factors=part(stages * _FACTORS),
+            factors=allocate(stages * _FACTORS),
             descriptors=smem.allocate_array(Int32, stages * DESCRIPTOR_WORDS, byte_alignment=16),
             full=smem.allocate_array(Int64, stages, byte_alignment=8),
             empty=smem.allocate_array(Int64, stages, byte_alignment=8),
@@ -312,94 +358,142 @@ class GradientQuantizer(AmaxKernels):
             cute.arch.mbarrier_init(shared.empty + tid, self.threads // WARP_SIZE)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        groups, warp = Grouping.of(x_source, offs), cute.arch.make_warp_uniform(tid // WARP_SIZE)
+        groups, warp = (
+            GroupCursor.from_tensors(x_source, offs),
+            cute.arch.make_warp_uniform(tid // WARP_SIZE),
+        )
         cols = x_source.shape[1], grad_source.shape[1]
         if warp == self.threads // WARP_SIZE:
             boxes = Tma(x_copy, x_source, x_box), Tma(grad_copy, grad_source, grad_box)
-            inputs = Inputs(*boxes, weight, pair, given, counter)
+            inputs = Inputs(*boxes, weight, pair, input_scales, counter)
             self.loader.load(groups, cols[1], inputs, shared)
         else:
             if const_expr(self.table is not None):
                 self.table.fill(table.toint(), tid, self.threads)
-            both = out[: len(out) // 2], out[len(out) // 2 :]
-            copies, amaxes = tuple(Copies(*one[:4]) for one in both), [one[-1] for one in both]
-            thread, marked = cute.arch.block_idx()[0] * self.threads + tid, [None, None]
-            if const_expr(self.marks_levels):
-                marked = [
-                    one[4] if copy.fmt.nan_scales else None
-                    for one, copy in zip(both, self.config.copies, strict=True)
+            copies_of_tensors = out[: len(out) // 2], out[len(out) // 2 :]
+            copies, amaxes = (
+                tuple(CopyBuffers(*tensors[:4]) for tensors in copies_of_tensors),
+                [tensors[-1] for tensors in copies_of_tensors],
+            )
+            thread, marked_scale_invs = cute.arch.block_idx()[0] * self.threads + tid, [None, None]
+            if const_expr(self.marks_global_scales):
+                marked_scale_invs = [
+                    tensors[4] if copy.fmt.nan_scales else None
+                    for tensors, copy in zip(copies_of_tensors, self.config.copies, strict=True)
                 ]
             else:
-                for i, one in enumerate(both):
-                    levels = LevelWriter(self.tiles[i].columns.codec)
+                for i, tensors in enumerate(copies_of_tensors):
+                    levels = GlobalScaleWriter(self.tiles[i].columns.codec)
                     levels.write(
-                        given[i], *one[4:-1], thread, cute.arch.grid_dim()[0] * self.threads
+                        input_scales[i],
+                        *tensors[4:-1],
+                        thread,
+                        cute.arch.grid_dim()[0] * self.threads,
                     )
-            self.compute(groups, cols, copies, amaxes, marked, sums, warp, shared)
+            self.compute(groups, cols, copies, amaxes, marked_scale_invs, sums, warp, shared)
 
     @cute.jit
     def compute(
         self,
-        groups: Grouping,
+        groups: GroupCursor,
         cols: Any,
         out: Any,
         amaxes: Any,
-        marked: Any,
+        marked_scale_invs: Any,
         sums: cute.Tensor,
         warp: Int32,
-        shared: SharedMemory,
+        shared: TileSharedMemory,
     ) -> None:
-        config, own = self.config, self.config.copies[0]
-        crew = warp // own.warps_per_team
-        part = warp - crew * own.warps_per_team
-        stage, phase, count = Int32(0), Int32(0), Int32(1)
-        seen, seen_of = Uint32(0), Int32(0)
-        while count > 0:
+        """Run a compute warp.
+
+        Args:
+            groups: Groups of the rows.
+            cols: W and N.
+            out: ``CopyBuffers`` of the gradient and of the weighted activation.
+            amaxes: (G,) fp32 outputs of both copies, or None each.
+            marked_scale_invs: (G,) fp32 to set to NaN with an infinite amax, or None each.
+            sums: (tiles along N, R) fp32 workspace.
+            warp: Warp in the CTA.
+            shared: Shared memory.
+        """
+        config, copy_config = self.config, self.config.copies[0]
+        crew = warp // copy_config.warps_per_team
+        warp_in_team = warp - crew * copy_config.warps_per_team
+        stage, phase, num_rows = Int32(0), Int32(0), Int32(1)
+        running_absmax, absmax_group = Uint32(0), Int32(0)
+        while num_rows > 0:
             cute.arch.mbarrier_wait(shared.full + stage, phase)
-            what = self.loader.read_descriptor(shared, stage)
-            count = what.count
+            tile = self.loader.read_descriptor(shared, stage)
+            num_rows = tile.num_rows
             if const_expr(self.has_given_scale):
-                if count == 0 or what.group != seen_of:
-                    self.report(amaxes, marked, crew, seen_of, seen)
-                    seen, seen_of = Uint32(0), what.group
-            if count > 0:
-                at = shared.tiles.toint() + stage * config.tile_bytes
-                self.make(what, at, shared.factors.toint() + stage * _FACTORS, sums, shared.table)
+                if num_rows == 0 or tile.group != absmax_group:
+                    self.report(amaxes, marked_scale_invs, crew, absmax_group, running_absmax)
+                    running_absmax, absmax_group = Uint32(0), tile.group
+            if num_rows > 0:
+                stage_address = shared.tiles.toint() + stage * config.tile_bytes
+                self.make(
+                    tile,
+                    stage_address,
+                    shared.factors.toint() + stage * _FACTORS,
+                    sums,
+                    shared.table,
+                )
                 # The next load of this stage is an asynchronous write after these.
                 cute.arch.fence_view_async_shared()
                 cute.arch.barrier(barrier_id=self.crews + 1, number_of_threads=self.threads)
-                columns = cols[1] // TILE_COLS
+                column_tiles = cols[1] // TILE_COLS
                 if crew > config.num_tiles:
                     for t in range_constexpr(config.num_tiles):
-                        there = what._replace(col_tile=t * columns + what.col_tile)
-                        places = TilePlaces(
-                            at + t * own.tile_bytes,
+                        wide_tile = tile._replace(col_tile=t * column_tiles + tile.col_tile)
+                        addresses = TileAddresses(
+                            stage_address + t * copy_config.tile_bytes,
                             shared.scales.toint() + t * SF_TILE_BYTES,
-                            at,
-                            at,
+                            stage_address,
+                            stage_address,
                         )
-                        copy = (out[0].codes, out[0].scales)
                         self.tiles[0].rows.convert(
                             groups,
                             cols[0],
-                            self.level(0, what),
-                            *copy,
-                            there,
-                            part,
-                            places,
+                            self.global_scale(0, tile),
+                            out[0].codes,
+                            out[0].scales,
+                            wide_tile,
+                            warp_in_team,
+                            addresses,
                             Uint32(0),
                         )
                 else:
                     scales_t = shared.scales_t.toint() + (crew * 2 + stage) * self.scales_bytes
-                    places = TilePlaces(at + crew * own.tile_bytes, at, scales_t, at)
+                    addresses = TileAddresses(
+                        stage_address + crew * copy_config.tile_bytes,
+                        stage_address,
+                        scales_t,
+                        stage_address,
+                    )
                     if crew < config.num_tiles:
-                        there = what._replace(col_tile=crew * columns + what.col_tile)
-                        seen = self.convert_columns(
-                            0, groups, cols[0], out[0], there, crew, part, places, seen
+                        wide_tile = tile._replace(col_tile=crew * column_tiles + tile.col_tile)
+                        running_absmax = self.convert_columns(
+                            0,
+                            groups,
+                            cols[0],
+                            out[0],
+                            wide_tile,
+                            crew,
+                            warp_in_team,
+                            addresses,
+                            running_absmax,
                         )
                     else:
-                        seen = self.convert_columns(
-                            1, groups, cols[1], out[1], what, crew, part, places, seen
+                        running_absmax = self.convert_columns(
+                            1,
+                            groups,
+                            cols[1],
+                            out[1],
+                            tile,
+                            crew,
+                            warp_in_team,
+                            addresses,
+                            running_absmax,
                         )
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
@@ -410,88 +504,116 @@ class GradientQuantizer(AmaxKernels):
     @cute.jit
     def make(
         self,
-        what: Descriptor,
-        tile_at: Int32,
-        factors_at: Int32,
+        tile: TileDescriptor,
+        tile_address: Int32,
+        factors_address: Int32,
         sums: cute.Tensor,
         table: cute.Pointer | None,
     ) -> None:
+        """Turn the rows of a stage in place into rows of the gradient and of p a.
+
+        Warps take rows from the counter behind the weights.
+        """
         config, lane = self.config, cute.arch.lane_idx()
-        unit, second = lane % _LANES, lane // _LANES
-        of_tile = [
-            tile_at + unit // 8 * BOX_SIZE + t * config.copies[0].tile_bytes
+        unit, lane_row = lane % _LANES, lane // _LANES
+        tile_addresses = [
+            tile_address + unit // 8 * BOX_SIZE + t * config.copies[0].tile_bytes
             for t in range(config.num_tiles + 1)
         ]
-        first = cute.arch.shuffle_sync(self.take(factors_at), 0)
-        while first < what.count:
-            after = self.take(factors_at)
-            # Of an odd number of rows the last one twice.
-            row = cutlass.min(first + second, what.count - 1)
-            place = row * BOX_BYTES + (unit ^ row) % 8 * 16
-            words = [load_shared(at + place, 4) for at in of_tile]
-            *inputs, grad = [unpack_words(of_one, config.dtype) for of_one in words]
-            p = bits_as_f32(load_shared(factors_at + row * 4, 1)[0])
+        first_row = cute.arch.shuffle_sync(self.take(factors_address), 0)
+        while first_row < tile.num_rows:
+            next_row = self.take(factors_address)
+            # If the number of rows is odd, two lanes compute the last row.
+            row = cutlass.min(first_row + lane_row, tile.num_rows - 1)
+            offset = row * BOX_BYTES + (unit ^ row) % 8 * 16
+            words = [load_shared(address + offset, 4) for address in tile_addresses]
+            *inputs, grad = [unpack_words(tile_words, config.dtype) for tile_words in words]
+            p = bits_as_f32(load_shared(factors_address + row * 4, 1)[0])
             factors = None if self.table is None else self.table.factors(words[0], table.toint())
-            made, scaled, total = weighted_gradient(self.act, config, inputs, grad, p, factors)
-            cute.arch.sync_warp()  # both have read the row
-            if first + second < what.count:
-                for at, numbers in zip(of_tile, [*made, scaled], strict=True):
-                    store_shared(at + place, pack_words(numbers, config.dtype))
+            gradients, scaled, total = weighted_gradient(self.act, config, inputs, grad, p, factors)
+            cute.arch.sync_warp()  # both lanes have read the row
+            if first_row + lane_row < tile.num_rows:
+                for address, numbers in zip(tile_addresses, [*gradients, scaled], strict=True):
+                    store_shared(address + offset, pack_words(numbers, config.dtype))
                 if unit == 0:
-                    sums[what.col_tile, what.first + row] = total
-            first = cute.arch.shuffle_sync(after, 0)
-        if what.count < TILE_ROWS:
-            self.clear_rows(what.count, tile_at)
+                    sums[tile.col_tile, tile.first_row + row] = total
+            first_row = cute.arch.shuffle_sync(next_row, 0)
+        if tile.num_rows < TILE_ROWS:
+            self.clear_rows(tile.num_rows, tile_address)
 
     @cute.jit
-    def take(self, factors_at: Int32) -> Int32:
-        """The first of the next rows that no warp has, in the first lane."""
-        first = Int32(0)
+    def take(self, factors_address: Int32) -> Int32:
+        """Return in the first lane the next rows that no warp has taken."""
+        first_row = Int32(0)
         if cute.arch.lane_idx() == 0:
-            counter = cute.make_ptr(Int32, factors_at + _WEIGHTS, cute.AddressSpace.smem)
-            first = cute.arch.atomic_add(counter, Int32(_ROWS), sem="relaxed", scope="cta")
-        return first
+            counter = cute.make_ptr(Int32, factors_address + _WEIGHTS, cute.AddressSpace.smem)
+            first_row = cute.arch.atomic_add(counter, Int32(_ROWS), sem="relaxed", scope="cta")
+        return first_row
 
     @cute.jit
-    def clear_rows(self, count: Int32, tile_at: Int32) -> None:
-        """Zero rows of tiles from ``count`` on."""
+    def clear_rows(self, num_rows: Int32, tile_address: Int32) -> None:
+        """Zero the rows of the stage's tiles from ``num_rows`` on."""
         for b in range_constexpr(self.config.tile_bytes // BOX_SIZE):
-            base = tile_at + b * BOX_SIZE + count * BOX_BYTES
+            base = tile_address + b * BOX_SIZE + num_rows * BOX_BYTES
             for i in cutlass.range(
-                cute.arch.thread_idx()[0], (TILE_ROWS - count) * 8, self.threads, unroll=1
+                cute.arch.thread_idx()[0], (TILE_ROWS - num_rows) * 8, self.threads, unroll=1
             ):
                 store_shared(base + i * 16, [Uint32(0)] * 4)
 
     @cute.jit
     def convert_columns(
-        self, kind: int, groups: Grouping, cols: Int32, out: Copies, *where: Any
+        self,
+        kind: int,
+        groups: GroupCursor,
+        cols: Int32,
+        out: CopyBuffers,
+        tile: TileDescriptor,
+        crew: Int32,
+        warp_in_team: Int32,
+        addresses: TileAddresses,
+        running_absmax: Uint32,
     ) -> Uint32:
-        (what, crew, part, places, seen), tiles, count = (
-            where,
-            self.tiles[kind],
-            self.scale_tiles[kind],
-        )
-        copy = (self.level(kind, what), out.codes_t, out.scales_t)
-        seen = tiles.columns.convert(groups, cols, *copy, what, part, places, seen)
-        if const_expr(count > 0):
-            tiles.team.sync(crew)
-            if part < count:
-                write_column_scales(groups, out.scales_t, what, places.scales_t, part, count)
-        return seen
+        """Convert the columns of one tile; ``kind`` is 0 for the gradient and 1 for p a.
 
-    def level(self, kind: int, what: Descriptor) -> Level:
-        """What codes of a group are relative to."""
+        Returns:
+            ``running_absmax``, raised to the magnitudes of the tile.
+        """
+        tiles, num_scale_tiles = self.tiles[kind], self.scale_tiles[kind]
+        running_absmax = tiles.columns.convert(
+            groups,
+            cols,
+            self.global_scale(kind, tile),
+            out.codes_t,
+            out.scales_t,
+            tile,
+            warp_in_team,
+            addresses,
+            running_absmax,
+        )
+        if const_expr(num_scale_tiles > 0):
+            tiles.team.sync(crew)
+            if warp_in_team < num_scale_tiles:
+                write_column_scales(
+                    groups, out.scales_t, tile, addresses.scales_t, warp_in_team, num_scale_tiles
+                )
+        return running_absmax
+
+    def global_scale(self, kind: int, tile: TileDescriptor) -> GlobalScaleRegisters:
+        """Return the global scale of a group, for the copy ``kind``."""
         return self.tiles[kind].columns.codec.global_scale(
-            bits_as_f32(Uint32((what.amax, what.column_amax)[kind]))
+            bits_as_f32(Uint32((tile.amax, tile.column_amax)[kind]))
         )
 
     @cute.jit
-    def report(self, amaxes: Any, marked: Any, crew: Int32, group: Int32, seen: Uint32) -> None:
-        """Fold what a warp's columns have seen of a group into the group's amax; rows are those of
-        columns.
+    def report(
+        self, amaxes: Any, marked_scale_invs: Any, crew: Int32, group: Int32, running_absmax: Uint32
+    ) -> None:
+        """Raise the amax of a group to the absmax that a warp has found in columns.
+
+        The rowwise copy has the same amax.
         """
-        best = unpack_absmax(seen, self.dtype, self.arch)
+        absmax = unpack_absmax(running_absmax, self.dtype, self.arch)
         for i in range_constexpr(2):
             if const_expr(amaxes[i] is not None):
                 if (crew == self.config.num_tiles) == bool(i):
-                    self.merge(amaxes[i], group, best, marked[i])
+                    self.merge(amaxes[i], group, absmax, marked_scale_invs[i])

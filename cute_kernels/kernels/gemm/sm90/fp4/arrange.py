@@ -12,7 +12,7 @@ from cutlass import Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.groups import Grouping
+from cute_kernels.device.groups import GroupCursor
 from cute_kernels.device.launch import DSL_TYPES, GridKernel, compact, env_stream
 from cute_kernels.device.memory import load_global_if, store_global, transpose_four
 from cute_kernels.device.ptx import asm, select
@@ -62,7 +62,7 @@ class ArrangeKernel(GridKernel):
         128; rows of the tail are not written.
         """
         rows, wide = out.shape
-        last = Grouping(offs, offs.shape[0], rows, Int32(0)).last_row()
+        last = GroupCursor(offs, offs.shape[0], rows, Int32(0)).end_row()
         spans = (wide + (_CHUNKS * PIECE_K - 1)) // (_CHUNKS * PIECE_K)
         items = (last + (_ROWS - 1)) // _ROWS * spans
         block, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]

@@ -16,7 +16,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.device.codecs.e2m1_fp16 import high_bytes, scales_as_fp16, times_scale
 from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.groups import Grouping, group_start
+from cute_kernels.device.groups import GroupCursor, group_start
 from cute_kernels.device.launch import GridKernel, compact, env_stream
 from cute_kernels.device.memory import load_global_if, store_global
 from cute_kernels.device.ptx import asm
@@ -72,7 +72,7 @@ class ExpandKernel(GridKernel):
         rows, width = codes.shape
         last = rows
         if const_expr(self.config.is_ragged):
-            last = Grouping(offs, offs.shape[0], rows, Int32(0)).last_row()
+            last = GroupCursor(offs, offs.shape[0], rows, Int32(0)).end_row()
         item, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         row_items = (last + (_ROWS - 1)) // _ROWS
         # Few rows are cut into parts, so that all CTAs have something to do.
@@ -89,8 +89,8 @@ class ExpandKernel(GridKernel):
     def slot_row(self, offs: cute.Tensor | None, rows: Int32, row: Int32) -> Int32:
         slot = row
         if const_expr(self.config.is_ragged):
-            groups = Grouping(offs, offs.shape[0], rows, Int32(0))
-            group, _ = groups.holding(row, Int32(0))
+            groups = GroupCursor(offs, offs.shape[0], rows, Int32(0))
+            group, _ = groups.group_of_row(row, Int32(0))
             start = group_start(offs, group, rows)
             slot = (start // TILE_ROWS + group) * TILE_ROWS + (row - start)
         return slot

@@ -1,4 +1,4 @@
-"""The records as the page reads them: each thing measured, its newest record, its history."""
+"""Records as the page reads them: an entry per ``Record.key``, with its history."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..compare import compare
-from ..records import Record, by_key, pooled
+from ..records import Record, group_by_key, pool_runs
 from ..roofs import published
 
 _ROOFS = {"copy": "memory", "bfloat16": "bf16", "fp8": "FP8", "fp4": "FP4"}
@@ -21,9 +21,11 @@ _SHOWN = (
 
 
 def roofs_of(gpu: str, records: Iterable[Record]) -> list[tuple[str, str, float, bool]]:
-    """The roofs of a GPU, memory first: kind, name, rate, and whether a run measured it.
+    """Return the roofs of a GPU, memory first.
 
-    Of those that were measured the highest; the others are of its data sheet.
+    Returns:
+        Kind, name and rate of each roof, and True if a run measured it. A measured rate is the
+        highest one; other rates come from the data sheet.
     """
     measured: dict[str, float] = {}
     for record in records:
@@ -36,50 +38,58 @@ def roofs_of(gpu: str, records: Iterable[Record]) -> list[tuple[str, str, float,
 
 
 def kernel_of(record: Record) -> str:
-    """Name of the kernel of ours that a record measures; none of peers, of layers and of calls."""
-    case, parts = record.case, []
+    """Return the name of this package's kernel that a record measures.
+
+    It is empty for peers, layers and host times.
+    """
+    case = record.case
+    words: list[Any] = []
     if record.contender.startswith("ours") and record.suite in ("counts", "quantize", "gemm"):
         if "op" in case:
             amax = f"amax {case['amax']}" if "amax" in case else ""
-            parts = [f"{case['op']} {record.format}".strip(), case.get("directions"), amax]
+            words = [f"{case['op']} {record.format}".strip(), case.get("directions"), amax]
         elif "product" in case:
             prepacked = "prepacked" * ("prepacked" in record.contender.split(", "))
-            parts = [f"gemm {record.format}", case["product"], prepacked]
-    return ", ".join(filter(None, parts))
+            words = [f"gemm {record.format}", case["product"], prepacked]
+    return ", ".join(filter(None, words))
 
 
 def commit_name(commit: str) -> str:
-    """A commit as the page shows it; records have longer and shorter names of one."""
+    """Return a commit as the page shows it: records have longer and shorter ids of one commit."""
     stem, dirty, _ = commit.partition("-dirty")
     return stem[:7] + dirty if commit else "unknown"
 
 
 def commits_of(records: Iterable[Record]) -> dict[str, str]:
-    """The commits by name, in the order of their first measurement, with its time."""
-    first: dict[str, str] = {}
+    """Return the time of the first measurement by commit, in the order of these times."""
+    start: dict[str, str] = {}
     for record in records:
         name = commit_name(record.commit)
-        first[name] = min(record.time, first.get(name, record.time))
-    return dict(sorted(first.items(), key=lambda item: (item[1], item[0])))
+        start[name] = min(record.time, start.get(name, record.time))
+    return dict(sorted(start.items(), key=lambda item: (item[1], item[0])))
 
 
 def history_of(records: Iterable[Record], commits: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What became of the one thing of these records, by ``perf compare``, over named commits.
+    """Return the history of records with one key, by ``perf compare``.
+
+    Args:
+        records: Records with equal keys.
+        commits: Times by commit, in order.
 
     Returns:
-        Of each commit that has it: its name and time, the median of its runs, the verdict, the
-        relative difference (positive if worse), the noise, and the spread of its newest run.
+        A step per commit: its name and time, the median of its runs, the verdict, the relative
+        difference (positive if worse), the noise, and the spread of its newest run.
     """
-    by_commit: dict[str, list[Record]] = {}
+    runs_of: dict[str, list[Record]] = {}
     for record in records:
         name = commit_name(record.commit)
-        by_commit.setdefault(name, []).append(dataclasses.replace(record, commit=name))
+        runs_of.setdefault(name, []).append(dataclasses.replace(record, commit=name))
     steps: list[dict[str, Any]] = []
     before: list[Record] = []
     for name, time in commits.items():
-        if name in by_commit:
-            # Compared with itself, the first commit gives its median.
-            (change,) = compare(before or by_commit[name], by_commit[name])
+        if name in runs_of:
+            # Comparing the first commit with itself gives its median.
+            (change,) = compare(before or runs_of[name], runs_of[name])
             worse_by = round(change.worse_by, 5) if math.isfinite(change.worse_by) else 1e9
             step = {
                 "commit": name,
@@ -91,45 +101,47 @@ def history_of(records: Iterable[Record], commits: Mapping[str, str]) -> list[di
             steps.append(
                 step | {"noise": round(change.threshold, 5), "spread": change.record.spread}
             )
-            before = by_commit[name]
+            before = runs_of[name]
     return steps
 
 
 def _case_id(case: Mapping[str, Any]) -> str:
-    """Its name in addresses, which new records do not change."""
+    """Return the name of a case in addresses, which new records do not change."""
     return f"{zlib.crc32(json.dumps(dict(case), sort_keys=True).encode()):08x}"
 
 
-def _made_with(record: Record) -> str:
-    parts = [f"{name} {version}" for name, version in record.versions.items()]
-    parts += [f"driver {record.driver}"] * bool(record.driver)
-    parts += [f"{record.clocks[n]:.0f} MHz {n}" for n in ("sm", "sm max") if n in record.clocks]
-    parts += [f"{record.power[n]:.0f} W {n}" for n in ("draw", "limit") if n in record.power]
-    parts += [f"seed {record.seed}"] * (record.seed is not None)
-    parts += [record.machine] * bool(record.gpu and record.machine)
-    parts += [record.origin] * (record.origin != "run")
-    parts += [record.note] * bool(record.note)
-    return ", ".join(parts)
+def _environment(record: Record) -> str:
+    """Return versions, clocks, power and origin of a record in one line."""
+    words = [f"{name} {version}" for name, version in record.versions.items()]
+    words += [f"driver {record.driver}"] * bool(record.driver)
+    words += [f"{record.clocks[n]:.0f} MHz {n}" for n in ("sm", "sm max") if n in record.clocks]
+    words += [f"{record.power[n]:.0f} W {n}" for n in ("draw", "limit") if n in record.power]
+    words += [f"seed {record.seed}"] * (record.seed is not None)
+    words += [record.machine] * bool(record.gpu and record.machine)
+    words += [record.origin] * (record.origin != "run")
+    words += [record.note] * bool(record.note)
+    return ", ".join(words)
 
 
-def _thing(record: Record, history: list[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {name: getattr(record, name) for name in _SHOWN.split()}
-    found |= {
+def _entry(record: Record, history: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the newest record of a key and its history, as the page reads them."""
+    entry: dict[str, Any] = {name: getattr(record, name) for name in _SHOWN.split()}
+    entry |= {
         "ceilings": dict(record.ceilings),
-        "place": record.gpu or record.machine,
+        "device": record.gpu or record.machine,
         "case": dict(record.case),
         "kernel": kernel_of(record),
         "caseId": _case_id(record.case),
         "commit": commit_name(record.commit),
-        "with": _made_with(record),
-        # Ours with a setting that the op would choose itself, such as a tile.
+        "environment": _environment(record),
+        # True for a setting that the op would choose itself, such as a tile.
         "variant": bool(re.match(r"ours,.*\d", record.contender)),
     }
     if record.unit in _TIMES:
-        found |= {"us": record.microseconds, "tbs": record.tbs, "tflops": record.tflops}
+        entry |= {"us": record.microseconds, "tbs": record.tbs, "tflops": record.tflops}
     if len(history) > 1:
-        found["history"] = history
-    return found
+        entry["history"] = history
+    return entry
 
 
 def _order(record: Record) -> tuple[Any, ...]:
@@ -138,16 +150,19 @@ def _order(record: Record) -> tuple[Any, ...]:
 
 
 def payload(records: Sequence[Record], numerics: Sequence[Any] = ()) -> dict[str, Any]:
-    """What the page needs, as JSON can say it.
+    """Return the data of the page, as plain dicts and lists.
 
     Raises:
-        ValueError: there are none.
+        ValueError: There are no records.
     """
     if not records:
         raise ValueError("there are no records to show")
     ordered = sorted(records, key=_order)
     commits = commits_of(ordered)
-    things = [_thing(pooled(runs), history_of(runs, commits)) for runs in by_key(ordered).values()]
+    entries = [
+        _entry(pool_runs(runs), history_of(runs, commits))
+        for runs in group_by_key(ordered).values()
+    ]
     gpus = sorted({record.gpu for record in ordered if record.kind == "gpu"})
     roofs = {gpu: roofs_of(gpu, ordered) for gpu in gpus}
-    return {"things": things, "roofs": roofs, "numerics": list(numerics)}
+    return {"entries": entries, "roofs": roofs, "numerics": list(numerics)}

@@ -1,0 +1,225 @@
+"""Forward pass of the experts, and its replay.
+
+y[t] = sum over k of p[t, k] h[row(t, k)] with h = W2 a + b2 and a = act(z), z = W1 x + b1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from cute_kernels import ops
+from cute_kernels.runtime.observers import PLAIN_TENSOR_TYPES
+from cute_kernels.runtime.replay import replayed
+
+from ..recipes import Recipe
+from ..tensor.grouped_tensor import GroupedTensor
+from .expert_layer import ExpertsOptions, Layer, ReplayKey
+from .operands import LazyRows, OperandCopy, QuantizedRows, SavedOperands
+from .routing import PresortedRouting, Routing
+
+#: For each layer: True for each of its input and its weight if the gradient is needed.
+LayerNeeds: TypeAlias = "tuple[tuple[bool, bool], tuple[bool, bool]]"
+NO_GRADIENTS: LayerNeeds = ((False, False), (False, False))
+#: Classes of tensors that a replayed call may read.
+REPLAYED_TENSOR_TYPES = PLAIN_TENSOR_TYPES | {GroupedTensor}
+
+
+class ExpertsResult(NamedTuple):
+    """Results of a forward pass.
+
+    Attributes:
+        y: (T, H) output; rows of the second product where they are not combined.
+        z: (R, W) input of the activation, if it was kept.
+        gate_up: tensors that the first layer saves.
+        down: tensors that the second layer saves.
+    """
+
+    y: Tensor
+    z: Tensor | None
+    gate_up: SavedOperands
+    down: SavedOperands
+
+
+def run_inference(
+    key: Hashable,
+    inputs: Sequence[Tensor | None],
+    layers: tuple[Layer, Layer],
+    run: Callable[[], Tensor],
+) -> Tensor:
+    """Return ``run()``, replayed if gradients are disabled.
+
+    Args:
+        key: options that ``run`` depends on beside the layers.
+        inputs: tensors that ``run`` reads beside those of the layers.
+        layers: the layers that ``run`` multiplies by.
+        run: computes the result.
+    """
+    is_scaled = layers[0].scaling or layers[1].scaling
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_scaled:
+        return run()
+    layers_key = _layers_key(layers)
+    return run() if layers_key is None else _replay_inference(key, inputs, layers_key, run)
+
+
+def run_quantized_inference(
+    key: Hashable,
+    inputs: Sequence[Tensor | None],
+    weights: tuple[GroupedTensor, GroupedTensor],
+    recipe: Recipe,
+    cache: dict[str, Any],
+    run: Callable[[tuple[Layer, Layer]], Tensor],
+) -> Tensor:
+    """``run_inference`` of layers that have nothing but a quantized weight.
+
+    The layers are made only if the call is not replayed.
+
+    Args:
+        key: options that ``run`` depends on beside the layers.
+        inputs: tensors that ``run`` reads beside those of the layers.
+        weights: the weights of both layers.
+        recipe: recipe of both layers.
+        cache: keeps, for the same weights and recipe, the key of the layers. It holds no tensor.
+        run: computes the result from the layers.
+    """
+    gate_up, down = weights
+
+    def layers() -> tuple[Layer, Layer]:
+        return Layer([gate_up], None, recipe), Layer([down], None, recipe)
+
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return run(layers())
+    cached = cache.get("_layers_key")
+    if (
+        cached is None
+        or cached[0] is not recipe
+        or cached[1] is not gate_up._layout
+        or cached[2] is not down._layout
+    ):
+        layers_key = _layers_key(layers())
+        assert layers_key is not None  # The layers have no observers.
+        cached = (recipe, gate_up._layout, down._layout, layers_key.key)
+        cache["_layers_key"] = cached
+    tensors = [None, gate_up, *gate_up._inner().values(), None, down, *down._inner().values()]
+    return _replay_inference(key, inputs, ReplayKey(cached[3], tensors), lambda: run(layers()))
+
+
+def _replay_inference(
+    key: Hashable,
+    inputs: Sequence[Tensor | None],
+    layers_key: ReplayKey,
+    run: Callable[[], Tensor],
+) -> Tensor:
+    (y,), _ = replayed(
+        (key, layers_key.key),
+        [*inputs, *layers_key.tensors],
+        lambda _: ([run()], None),
+        REPLAYED_TENSOR_TYPES,
+    )
+    return y
+
+
+def _layers_key(layers: Sequence[Layer]) -> ReplayKey | None:
+    """Return the replay key of both layers; None if one of them cannot be replayed."""
+    keys = [layer.replay_key() for layer in layers]
+    if any(key is None for key in keys):
+        return None
+    key, tensors = zip(*keys, strict=True)  # type: ignore[arg-type]
+    return ReplayKey(key, [t for layer_tensors in tensors for t in layer_tensors])
+
+
+def run_forward(
+    x: Tensor,
+    p: Tensor | None,
+    routing: Routing | PresortedRouting,
+    layers: tuple[Layer, Layer],
+    options: ExpertsOptions,
+    needs: LayerNeeds = NO_GRADIENTS,
+    keeps_z: bool = False,
+) -> ExpertsResult:
+    """Compute the experts, replayed if possible.
+
+    Args:
+        x: (T, H) tokens, or rows that are sorted by expert.
+        p: (T, k) fp32 routing weights; None for sorted rows.
+        routing: routing of the tokens.
+        layers: the two layers.
+        options: options of the experts.
+        needs: for each layer, True for each of input and weight if its gradient is needed.
+        keeps_z: return the input of the activation.
+    """
+    layers_key = _layers_key(layers)
+    if layers_key is None:
+        return _run(x, p, routing, layers, options, needs, keeps_z)
+
+    def run(_: object) -> tuple[list[Tensor | None], int]:
+        y, z, gate_up, down = _run(x, p, routing, layers, options, needs, keeps_z)
+        saved = gate_up.flatten()
+        return [y, z, *saved, *down.flatten()], len(saved)
+
+    (y, z, *saved), count = replayed(
+        ("experts", layers_key.key, options, needs, keeps_z),
+        [x, p, *routing, *layers_key.tensors],
+        run,
+        REPLAYED_TENSOR_TYPES,
+    )
+    gate_up, down = SavedOperands.unflatten(saved[:count]), SavedOperands.unflatten(saved[count:])
+    return ExpertsResult(y, z, gate_up, down)
+
+
+def _run(
+    x: Tensor,
+    p: Tensor | None,
+    routing: Routing | PresortedRouting,
+    layers: tuple[Layer, Layer],
+    options: ExpertsOptions,
+    needs: LayerNeeds,
+    keeps_z: bool,
+) -> ExpertsResult:
+    result = products(x, routing, layers, options, needs, keeps_z)
+    if routing.row is None:
+        return result
+    weights = None if options.defer_routing_weights else p
+    return result._replace(y=ops.moe_combine(result.y, routing.row, weights, options.dtype))
+
+
+def products(
+    x: Tensor,
+    routing: Routing | PresortedRouting,
+    layers: tuple[Layer, Layer],
+    options: ExpertsOptions,
+    needs: LayerNeeds = NO_GRADIENTS,
+    keeps_z: bool = False,
+) -> ExpertsResult:
+    """Compute both products without combining rows into tokens; the arguments are as above.
+
+    If tokens are gathered, the inputs of the products are not saved: the backward pass computes
+    them again.
+    """
+    gate_up, down = layers
+    (need_dx, need_dw1), (need_da, need_dw2) = needs
+    rows: Tensor | LazyRows = x
+    if routing.token is not None:
+        need_dw1 = need_dw2 = False
+        rows = LazyRows(x, routing.offs, routing.token, routing.row)
+    offs = routing.offs
+    epilogue = gate_up.choose_epilogue(rows, offs, options, down, keeps_z)
+    outputs, saved_gate_up = gate_up.forward(rows, offs, (need_dx, need_dw1), epilogue)
+    z: Tensor | None
+    activation: Tensor | LazyRows | QuantizedRows
+    if epilogue is None:
+        z = outputs[0]
+        activation = LazyRows(
+            z, offs, activation=options.activation, interleaved=options.interleaved
+        )
+    else:
+        z = outputs[1] if keeps_z else None
+        activation = outputs[0]
+        if epilogue.quantize_to is not None:
+            # Codes and block scales: such formats have no global scale.
+            activation = QuantizedRows(OperandCopy(*outputs), x.dtype)
+    (h,), saved_down = down.forward(activation, offs, (need_da, need_dw2))
+    return ExpertsResult(h, z if keeps_z else None, saved_gate_up, saved_down)

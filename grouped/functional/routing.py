@@ -1,0 +1,58 @@
+"""Routing of tokens to experts."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels import ops
+from cute_kernels.runtime.replay import replayed
+
+from ..tensor.validation import check_is_tensor
+
+
+class Routing(NamedTuple):
+    """Tokens sorted by expert: the result of ``torch.ops.cute_kernels.compute_routing``.
+
+    All tensors are int32. R is the number of rows, one for each pair of a token and an expert.
+
+    Attributes:
+        offs: (E,) end row of each expert.
+        token: (R,) token of each row.
+        pair: (R,) pair of each row: token * k + the position of the expert among the token's.
+        row: (T, k) row of each pair; -1 if its id is not an expert's.
+    """
+
+    offs: Tensor
+    token: Tensor
+    pair: Tensor
+    row: Tensor
+
+
+class PresortedRouting(NamedTuple):
+    """Routing of rows that are sorted by expert already: there is nothing to gather or combine.
+
+    Attributes:
+        offs: (E,) end row of each expert.
+        token: None.
+        pair: None.
+        row: None.
+    """
+
+    offs: Tensor
+    token: None = None
+    pair: None = None
+    row: None = None
+
+
+def compute_routing(expert_ids: Tensor, num_experts: int) -> Routing:
+    """Sort tokens by expert: ``torch.ops.cute_kernels.compute_routing``."""
+    check_is_tensor("expert_ids", expert_ids)
+    if torch.compiler.is_compiling():
+        return Routing(*ops.compute_routing(expert_ids, num_experts))
+    outputs, _ = replayed(
+        ("routing", num_experts),
+        [expert_ids],
+        lambda _: (ops.compute_routing(expert_ids, num_experts), None),
+    )
+    return Routing(*outputs)

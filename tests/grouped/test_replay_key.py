@@ -1,0 +1,66 @@
+"""The key under which the experts are replayed covers every field of a layer."""
+
+import pytest
+import torch
+
+import grouped
+from grouped import recipes
+from grouped.functional.expert_layer import REPLAY_KEY_EXCLUDES, Layer
+from grouped.functional.operands import OperandCopy, QuantizedOperand, Scaling
+
+
+def _tensor() -> torch.Tensor:
+    return torch.zeros(2, 32, 32, dtype=torch.bfloat16)
+
+
+def _scaling(may_be_zero: bool) -> Scaling:
+    return Scaling([torch.ones(2)] * 3, may_be_zero=(may_be_zero,) * 3)
+
+
+#: Two values of each field that must not share a recording.
+CHANGES = {
+    "weights": ([_tensor()], [_tensor()]),
+    "bias": (None, torch.zeros(2, 32)),
+    "recipe": (recipes.MXFP8(), recipes.FP8Block()),
+    "quantized": (
+        QuantizedOperand(OperandCopy(_tensor())),
+        QuantizedOperand(None, OperandCopy(_tensor())),
+    ),
+    "scaling": (_scaling(True), _scaling(False)),
+}
+
+
+def _parts(layer: Layer) -> tuple[object, list[int]]:
+    key = layer.replay_key()
+    assert key is not None
+    return key.key, [id(t) for t in key.tensors]
+
+
+def test_each_field_is_covered_or_excluded_by_name():
+    assert not CHANGES.keys() & REPLAY_KEY_EXCLUDES.keys()
+    assert set(Layer._fields) == CHANGES.keys() | REPLAY_KEY_EXCLUDES.keys()
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_changed_field_changes_the_key(field):
+    layer = Layer([_tensor()], None, recipes.MXFP8())
+    one, two = (layer._replace(**{field: value}) for value in CHANGES[field])
+    assert _parts(one) != _parts(two)
+    assert _parts(one) == _parts(one._replace())
+
+
+def test_a_grouped_weight_gives_its_layout_and_its_plain_tensors():
+    weights = [
+        grouped.quantize(_tensor(), grouped.MXFP8(), columnwise=both) for both in (False, True)
+    ]
+    one, two = (Layer([w], None, recipes.MXFP8()).replay_key() for w in weights)
+    assert one.key != two.key
+    for key, weight in zip((one, two), weights, strict=True):
+        tensors = {id(t) for t in key.tensors}
+        assert all(id(t) in tensors for t in weight._inner().values())
+
+
+@pytest.mark.parametrize("field", ["probe", "flags"])
+def test_observed_layers_are_not_replayed(field):
+    layer = Layer([_tensor()], None, recipes.MXFP8())
+    assert layer._replace(**{field: torch.zeros(4)}).replay_key() is None
