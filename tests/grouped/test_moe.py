@@ -25,7 +25,7 @@ from tests.helpers import (
     ops,
     seeded_generator,
 )
-from tests.reference.test_activations import in_fp64
+from tests.reference.test_activations import compute_fp64
 
 H, WIDTH, E, K, T = 64, 32, 6, 2, 21
 MODELS = {
@@ -90,7 +90,7 @@ def exact_expert(mlp, e, x):
 
     z = linear(mlp.gate_up, x)
     z = torch.cat([z[::2], z[1::2]]) if mlp.interleaved else z
-    return linear(mlp.down, in_fp64(mlp.activation, z))
+    return linear(mlp.down, compute_fp64(mlp.activation, z))
 
 
 def exact_mixture(moe, x, name):
