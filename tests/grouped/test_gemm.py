@@ -162,7 +162,7 @@ PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
         ({"a": X, "b": X, "bias": torch.zeros(3, K)}, ValueError, "bias has no meaning"),
         ({"a": X, "b": X, "transpose_b": True}, ValueError, "transpose_b has no meaning"),
         (PLAIN | {"b": PLAIN["a"], "transpose_b": True}, ValueError, "transpose_b has no meaning"),
-        ({"a": X, "b": operands((7, 26))[2]}, ValueError, "cut alike: 3 groups.*2 groups"),
+        ({"a": X, "b": operands((7, 26))[2]}, ValueError, "equal groups: 3 groups.*2 groups"),
         ({"a": X, "b": W, "transpose_b": True}, ValueError, "as b contracts, 96"),
     ],
 )
