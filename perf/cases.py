@@ -12,7 +12,6 @@ class Model:
     """The experts of a model.
 
     Attributes:
-        name: Name of the model.
         hidden: Features of a token.
         intermediate: Features inside an expert.
         experts: Experts per layer.

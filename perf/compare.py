@@ -36,8 +36,8 @@ class Change:
 
     Attributes:
         record: The newer record, or the older one if there is no newer.
-        old: Value in the old set; None if it is not there.
-        new: Value in the new set; None if it is not there.
+        old: Value in the old set, or None.
+        new: Value in the new set, or None.
         threshold: Relative difference from which a change counts.
     """
 

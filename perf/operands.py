@@ -19,13 +19,8 @@ def generator_of(device: torch.device, seed: int, copy: int) -> torch.Generator:
 class Operands:
     """Random bf16 operands of one product of a layer.
 
-    =======  ============  ============  =========
-    product  ``a``         ``b``         result
-    =======  ============  ============  =========
-    fprop    (T, K)        (G, N, K)     (T, N)
-    dgrad    (T, N)        (G, N, K)     (T, K)
-    wgrad    (T, N)        (T, K)        (G, N, K)
-    =======  ============  ============  =========
+    ``fprop`` multiplies ``a`` (T, K) and ``b`` (G, N, K) to (T, N). ``dgrad`` multiplies (T, N) and
+    (G, N, K) to (T, K). ``wgrad`` multiplies (T, N) and (T, K) to (G, N, K).
 
     Args:
         shape: Weights (G, N, K).

@@ -8,8 +8,8 @@ from memory. Tensors that the call itself writes and reads again may stay in L2:
 beyond the size of L2 count. With other protocols L2 may hold operands, too. Its size is then
 subtracted.
 
-**Tensor cores.** The useful operations, at more than their rate plus 10 %. (Clocks reach 1980 MHz
-where the data sheet assumes 1830.) The rate is that of the narrowest type of the GPU that is at
+**Tensor cores.** The useful operations, at more than their rate plus 10 %, since clocks reach 1980
+MHz where the data sheet assumes 1830. The rate is that of the narrowest type of the GPU that is at
 least as wide as the widest operand.
 
 GPUs without a data sheet here are not checked.

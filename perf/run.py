@@ -54,10 +54,10 @@ class Report:
     """Outcome of a run other than records, as lines for people.
 
     Attributes:
-        wrong: Contenders whose result was wrong.
-        impossible: Contenders that seemed faster than the GPU can be.
+        wrong: Contenders with a wrong result.
+        impossible: Contenders that were faster than the GPU can be.
         failed: Contenders that raised.
-        unsupported: Contenders that this machine does not support.
+        unsupported: Contenders that do not run here.
         excluded: Contenders that were not measured, and the reasons.
         is_bad: True if a contender of this package was excluded.
         tasks: Number of tasks that ran.

@@ -56,7 +56,6 @@ class _Products:
 
     Attributes:
         rows: Rows of all groups.
-        groups: Number of groups.
         filled_groups: Number of groups with rows; an expected value if a router chooses.
         sizes: (n, k) of each weight (groups, n, k).
         weight: Format of the weights.

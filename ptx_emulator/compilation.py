@@ -1,10 +1,11 @@
-"""Compiles the engine on first use and keeps the library in a cache.
+"""Compiles the engine on first use and caches the library.
 
-The library is named after a hash of its sources and of what the compiler says about itself and this
-machine's processor, so another source version, compiler or processor never meets it. It is moved
-into place when it is complete: processes that build at the same time cannot see half of one. Beside
-it is its SHA-256, without which, or with another, it is built anew. A library is code: it is taken
-only from a folder and a file that nobody else may write (``host.trust``).
+The file name contains a hash of the sources, of the compiler's version and of this machine's
+processor, so another source version, compiler or processor never loads it. The library is moved
+into place when it is complete: a process never sees half of a library that another process builds.
+A file next to the library holds its SHA-256; if that is missing or differs, the library is rebuilt.
+A library is code, so it is loaded only from a folder and a file that no other user may write
+(``host.trust``).
 """
 
 import contextlib
@@ -31,10 +32,10 @@ _HINT = (
 
 
 def compiler() -> str:
-    """Path of the C++ compiler: ``CXX``, or g++.
+    """Return the path of the C++ compiler: ``CXX``, or g++.
 
     Raises:
-        BuildError: There is none.
+        BuildError: There is no compiler.
     """
     name = os.environ.get("CXX") or "g++"
     path = shutil.which(name)
@@ -44,27 +45,27 @@ def compiler() -> str:
 
 
 def cache_directory() -> Path:
-    """Where libraries are kept.
+    """Return the folder of compiled libraries.
 
-    ``emulator`` in the cache folder (``host.settings.cache_root``); where this user cannot write
-    that, or others can, a directory of this user's under the system's temporary directory.
+    It is ``emulator`` in the cache folder (``host.settings.cache_root``). If this user cannot write
+    there, or other users can, it is a folder of this user in the system's temporary directory.
     """
     root = cache_root()
     if root is not None and _is_usable(root / "emulator"):
         return root / "emulator"
     private = Path(tempfile.gettempdir()) / f"cute_kernels-{os.getuid()}"
-    # Anybody can put a symbolic link there, to another of this user's folders.
+    # Any user could place a symbolic link there that points to another folder of this user.
     if _is_usable(private) and not private.is_symlink() and _is_usable(private / "emulator"):
         return private / "emulator"
     return Path(tempfile.mkdtemp(prefix="cute_kernels-"))
 
 
 def _is_usable(directory: Path) -> bool:
-    """Whether code may be kept in the directory, which is made if it is missing."""
+    """Return True if code may be stored in the directory, which is created if it is missing."""
     try:
         make_folder(directory)
         if reason := distrust(directory.stat()):
-            warn_once(f"the emulator's library is not kept in {directory}: {reason}")
+            warn_once(f"the emulator's library is not stored in {directory}: {reason}")
             return False
         with tempfile.TemporaryFile(dir=directory):
             return True
@@ -73,6 +74,7 @@ def _is_usable(directory: Path) -> bool:
 
 
 def _digest(cxx: str) -> str:
+    """Return a hash of the sources, the flags, and the compiler's and the processor's features."""
     h = hashlib.sha256(" ".join(_FLAGS).encode())
     for path in sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")]):
         h.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -87,7 +89,7 @@ def _digest(cxx: str) -> str:
 
 
 def _lock(path: Path) -> AbstractContextManager[object]:
-    """Keeps a second process from doing the same work; without filelock both do it."""
+    """Return a lock that keeps other processes from the same work; without filelock, no lock."""
     try:
         from filelock import FileLock
     except ImportError:
@@ -96,16 +98,19 @@ def _lock(path: Path) -> AbstractContextManager[object]:
 
 
 def _run(command: list[str], directory: Path) -> None:
-    done = subprocess.run(command, cwd=directory, capture_output=True, check=False)
-    if done.returncode:
+    """Run a compiler command and raise ``BuildError`` if it fails."""
+    result = subprocess.run(command, cwd=directory, capture_output=True, check=False)
+    if result.returncode:
         raise BuildError(
-            f"the emulator's engine did not compile.\n{' '.join(command)}\n{done.stderr.decode()[-4000:]}\n{_HINT}"
+            f"the emulator's engine did not compile.\n{' '.join(command)}\n"
+            f"{result.stderr.decode()[-4000:]}\n{_HINT}"
         )
 
 
 def _compile(cxx: str, work: Path) -> Path:
+    """Compile all sources in parallel in ``work`` and return the path of the library."""
     flags = [*_FLAGS, "-I", str(_SOURCES)]
-    # Most of the time would go into the standard headers, once for every source.
+    # Precompile the standard headers, which would otherwise dominate the time of each source.
     (work / "prefix.h").write_text('#include "machine.h"\n#include <algorithm>\n#include <cmath>\n')
     _run([cxx, *flags, "-x", "c++-header", "prefix.h", "-o", "prefix.h.gch"], work)
     sources = sorted(_SOURCES.glob("*.cpp"))
@@ -117,18 +122,18 @@ def _compile(cxx: str, work: Path) -> Path:
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, sources))
-    # Its own symbols come first: another library of the process may have the same ones.
+    # Prefer the library's own symbols: another library in the process may define the same names.
     _run([cxx, "-shared", "-Wl,-Bsymbolic", *objects, "-o", "engine.so"], work)
     return work / "engine.so"
 
 
 def _is_intact(library: Path) -> bool:
-    """Whether the library is there, is this user's own or root's, and has its hash beside it."""
+    """Return True if the library exists, may be trusted, and matches the hash next to it."""
     try:
         folder = open_folder(library.parent)
         try:
-            found = hashlib.sha256(read_file(folder, library.name)).hexdigest()
-            return found.encode() == read_file(folder, _hash_file(library).name)
+            digest = hashlib.sha256(read_file(folder, library.name)).hexdigest()
+            return digest.encode() == read_file(folder, _hash_file(library).name)
         finally:
             os.close(folder)
     except OSError:
@@ -136,22 +141,24 @@ def _is_intact(library: Path) -> bool:
 
 
 def _hash_file(library: Path) -> Path:
+    """Return the path of the file with a library's hash."""
     return library.with_suffix(".sha256")
 
 
 def _install(built: Path, library: Path) -> None:
+    """Move a compiled library to its place, then write its hash."""
     digest = hashlib.sha256(built.read_bytes()).hexdigest()
     built.chmod(FILE_MODE)
     if library.is_dir():
-        shutil.rmtree(library)  # A file cannot take its place.
+        shutil.rmtree(library)  # a file cannot replace a folder
     built.replace(library)
-    # Last, so that a process that dies in between leaves a library that is not taken.
+    # The hash comes last: if the process dies before, the library is not used.
     write_file(_hash_file(library), digest.encode())
 
 
 @functools.cache
 def build() -> Path:
-    """Path of the compiled engine, which is built if the cache has none.
+    """Return the path of the compiled engine, and compile it if the cache has none.
 
     Raises:
         BuildError: There is no compiler, or it failed.

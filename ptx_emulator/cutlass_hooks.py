@@ -1,12 +1,12 @@
-"""Makes CuTe DSL compile for, and run on, the emulated device.
+"""Makes the CuTe DSL compile for, and run on, the emulated device.
 
 ``cute.compile`` needs no GPU. Its host code calls some CUDA runtime functions from a library that
 the DSL takes from ``CUTE_DSL_LIBS``; the engine exports the same functions. A function that is
-compiled while the emulator is installed is bound to the emulator for good. The classes of the DSL
-are patched once; the patches do nothing to functions that were compiled without the emulator.
+compiled while the emulator is installed is bound to the emulator forever. The classes of the DSL
+are patched once; the patches do not affect functions that were compiled without the emulator.
 
-The DSL's loader looks CUDA's functions up by name in the whole process, where the library that was
-loaded first wins. So a process that has compiled for the real device cannot compile for the
+The DSL's loader looks up CUDA's functions by name in the whole process, and the library that was
+loaded first wins. A process that has compiled for the real device therefore cannot compile for the
 emulator here (an error), and once it has compiled for the emulator, TVM-FFI functions for the real
 device fail. Host code that is linked into a library of its own (``RTLD_DEEPBIND``) has no such
 limit: ``cute_kernels.runtime`` loads emulated kernels in that way.
@@ -41,27 +41,27 @@ class _State:
 
 
 def installed() -> str | None:
-    """The architecture that new kernels are emulated for, or None where they are not."""
+    """Return the architecture that new kernels are emulated for, or None if the emulator is off."""
     return _State.arch
 
 
 def install(arch: str = "sm_100a", num_sms: int = 4) -> None:
-    """Compile for ``arch`` and run on the emulator whatever is compiled from now on.
+    """Compile for ``arch`` from now on, and run the compiled kernels on the emulator.
 
-    May be called again to change the architecture or the number of multiprocessors, and after
-    ``import cutlass``. Functions that were emulated for another architecture still work, and values
-    that user code has computed from the architecture at import time stay. CPU tensors stand for
-    device memory. In a process that has compiled for the real device compiling raises
-    ``EmulatorError``; one that never calls this is not touched.
+    It may be called again to change the architecture or the number of multiprocessors, and after
+    ``import cutlass``. Functions that were emulated for another architecture still work. Values
+    that user code has computed from the architecture at import time do not change. CPU tensors
+    stand for device memory. If the process has compiled for the real device, compiling raises
+    ``EmulatorError``. A process that never calls this function is not affected.
 
     Args:
         arch: ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``.
-        num_sms: Multiprocessors of the emulated device.
+        num_sms: Number of multiprocessors of the emulated device.
 
     Raises:
         BuildError: The engine could not be compiled.
-        ImportError: CuTe DSL is not installed.
-        ValueError: No such architecture.
+        ImportError: The CuTe DSL is not installed.
+        ValueError: There is no such architecture.
     """
     engine.set_device(arch, num_sms)
     _restore_settings()
@@ -82,38 +82,40 @@ def install(arch: str = "sm_100a", num_sms: int = 4) -> None:
 
 
 def uninstall() -> None:
-    """Compile for the real device again; kernels that are emulated already stay so."""
+    """Compile for the real device again. Kernels that are emulated already stay emulated."""
     _restore_settings()
     _State.arch = None
 
 
 @functools.cache
 def _dump_directory() -> tempfile.TemporaryDirectory[str]:
-    """Where the DSL leaves the PTX and cubin of each compilation; removed with the process."""
+    """Return the folder of the DSL's PTX and cubin files, which is removed with the process."""
     return tempfile.TemporaryDirectory(prefix="cute_kernels-ptx-")
 
 
 def _change_environment(**values: str) -> None:
+    """Set environment variables and remember their old values."""
     for name, value in values.items():
         _State.environment.setdefault(name, os.environ.get(name))
         os.environ[name] = value
 
 
 def _dsl_instances() -> list[Any]:
+    """Return the DSL objects of this process."""
     from cutlass.base_dsl.dsl import DSLSingletonMeta
 
     return list(DSLSingletonMeta._instances.values())
 
 
 def _forget_read_environment() -> None:
-    """The DSL remembers what it has read from the environment."""
+    """Clear the DSL's cache of environment variables."""
     from cutlass.base_dsl import env_manager
 
     env_manager.get_str_env_var.cache_clear()
 
 
 def _change_settings(arch: str) -> None:
-    """DSL objects read the environment when they are made; change those that exist."""
+    """Change the settings of existing DSL objects, which have read the environment already."""
     _forget_read_environment()
     for dsl in _dsl_instances():
         settings = dsl.envar
@@ -130,6 +132,7 @@ def _change_settings(arch: str) -> None:
 
 
 def _restore_settings() -> None:
+    """Restore the environment and the DSL's settings from before ``install``."""
     for name, value in _State.environment.items():
         if value is None:
             os.environ.pop(name, None)
@@ -160,12 +163,12 @@ def _wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
 
 
 def real_runtime_is_loaded() -> bool:
-    """Whether the DSL has bound functions of this process to the real CUDA runtime."""
+    """Return True if the DSL has bound functions of this process to the real CUDA runtime."""
     return _REAL_RUNTIME in Path("/proc/self/maps").read_text()
 
 
 def _need_first_runtime() -> None:
-    """The DSL's loader takes CUDA's functions from the library that was loaded first."""
+    """Raise ``EmulatorError`` if the real CUDA runtime was loaded before the emulator."""
     if not _State.is_first_runtime and real_runtime_is_loaded():
         raise EmulatorError(
             "functions for the real device were compiled in this process before any emulated one; "
@@ -195,6 +198,7 @@ def _run(call: Callable[[], Any]) -> Any:
 
 @functools.cache
 def _patch_dsl() -> None:
+    """Patch the DSL's classes once."""
     _patch_compiled_functions()
     _patch_executor()
     _patch_device_queries()
@@ -203,7 +207,7 @@ def _patch_dsl() -> None:
 
 
 def _patch_compiled_functions() -> None:
-    """Every compiled function remembers whether it is emulated, and hands over its PTX."""
+    """Mark compiled functions that are emulated, and load their PTX."""
     import cutlass.cutlass_dsl.cuda_jit_executor as executor
 
     function: Any = executor.CudaDialectJitCompiledFunction
@@ -211,6 +215,7 @@ def _patch_compiled_functions() -> None:
 
     @_wrap(function, "__init__")
     def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        """Load the PTX of an emulated function."""
         self._cute_kernels_emulated = _State.arch is not None
         if self._cute_kernels_emulated:
             _need_first_runtime()
@@ -225,10 +230,10 @@ def _patch_compiled_functions() -> None:
     def _to(original: Any, self: Any, device: Any = None) -> Any:
         # Loads the cubin; another thread may be running a kernel.
         with engine.exclusive() if _is_emulated(self) else contextlib.nullcontext():
-            made = original(self, device)
+            module = original(self, device)
         if _is_emulated(self) and isinstance(self.jit_module, executor.CudaDialectJitModule):
             vars(self.jit_module)["_cute_kernels_emulated"] = True
-        return made
+        return module
 
     def num_devices(self: Any) -> int:
         return 1 if _is_emulated(self) else real_num_devices.__get__(self, type(self))
@@ -237,13 +242,14 @@ def _patch_compiled_functions() -> None:
 
     @_wrap(executor.CudaDialectJitModule, "unload")
     def _unload(original: Any, self: Any) -> None:
-        if _is_emulated(self):  # the real runtime knows nothing of its libraries
+        if _is_emulated(self):  # the real runtime does not know its libraries
             self._unloaded = True
         else:
             original(self)
 
 
 def _patch_executor() -> None:
+    """Run emulated programs with the engine."""
     from cutlass.base_dsl.jit_executor import JitExecutor
 
     @_wrap(JitExecutor, "run_compiled_program")
@@ -256,6 +262,7 @@ def _patch_executor() -> None:
 
 
 def _patch_device_queries() -> None:
+    """Answer queries about the device from the engine while the emulator is installed."""
     import cutlass.base_dsl.runtime.cuda as runtime_cuda
     from cutlass.utils.hardware_info import HardwareInfo
 
@@ -286,7 +293,7 @@ def _patch_device_queries() -> None:
 
 
 def _relabel_as_cuda(capsule: Any) -> Any:
-    """Make a DLPack capsule of host memory one of CUDA memory, in place."""
+    """Make a DLPack capsule of host memory claim CUDA memory, in place."""
     api = ctypes.pythonapi
     api.PyCapsule_GetName.restype = ctypes.c_char_p
     api.PyCapsule_GetName.argtypes = [ctypes.py_object]
@@ -298,14 +305,15 @@ def _relabel_as_cuda(capsule: Any) -> Any:
     device_type = ctypes.c_int32.from_address(tensor + 8)
     if device_type.value != _DL_CPU:
         raise EmulatorError(
-            f"only CPU tensors can be given to an emulated kernel (DLPack device type {device_type.value})"
+            "only CPU tensors can be given to an emulated kernel "
+            f"(DLPack device type {device_type.value})"
         )
     device_type.value = _DL_CUDA
     return capsule
 
 
 def _patch_tensors() -> None:
-    """Host tensors arrive as CPU memory; the DSL must take them for global memory."""
+    """Make the DSL accept host tensors as global memory."""
     from cutlass.cute import runtime
 
     @_wrap(runtime._Tensor, "__init__")
@@ -316,7 +324,7 @@ def _patch_tensors() -> None:
 
 
 class _CudaView:
-    """A host tensor that tells DLPack consumers it lives on a GPU."""
+    """Host tensor that tells DLPack consumers that it lives on a GPU."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
@@ -329,7 +337,7 @@ class _CudaView:
 
 
 def _device_view(value: Any) -> Any:
-    """A CPU tensor as one that TVM-FFI takes for CUDA memory; other values as they are."""
+    """Return a CPU tensor as CUDA memory for TVM-FFI; return other values unchanged."""
     if not hasattr(value, "untyped_storage"):
         return value
     if value.device.type != "cpu":
@@ -344,10 +352,10 @@ def _device_view(value: Any) -> Any:
 def call(function: Any, *args: Any) -> Any:
     """Call an emulated TVM-FFI function that did not come from ``cute.compile``.
 
-    That is one of ``cute.runtime.load_module``: it knows nothing of the emulator, so its CPU
-    tensors must be made to look like CUDA tensors, and its errors become ``EmulatorError``. The
-    module must be bound to the emulator, by ``install`` or by its linker, and ``load_ptx`` must
-    have got its PTX and cubin.
+    Functions of ``cute.runtime.load_module`` do not know the emulator. This function presents CPU
+    tensors as CUDA tensors and turns failures into ``EmulatorError``. The module must be bound to
+    the emulator, by ``install`` or by its linker, and ``load_ptx`` must have loaded its PTX and
+    cubin.
 
     Raises:
         EmulatorError: The kernel failed, or a tensor is not on the CPU.
@@ -356,7 +364,7 @@ def call(function: Any, *args: Any) -> Any:
 
 
 def _patch_tvm_ffi() -> None:
-    """Functions compiled with --enable-tvm-ffi check for CUDA tensors; let host tensors through."""
+    """Let functions that were compiled with --enable-tvm-ffi accept host tensors."""
     try:
         from cutlass.cutlass_dsl import tvm_ffi_provider as provider
     except ImportError:

@@ -1,4 +1,4 @@
-"""The compiled engine: programs, launches, options, watched memory, counts."""
+"""Python interface of the compiled engine: programs, launches, options, watched memory, counts."""
 
 import contextlib
 import ctypes
@@ -15,13 +15,13 @@ from .parser import Module
 from .program import Kernel
 
 unsupported: dict[str, set[str]] = {}
-"""Opcodes that are not modelled, by kernel. They are errors only where a warp reaches them."""
+"""Opcodes that are not modelled, by kernel. They raise an error only when a warp reaches them."""
 
 _MODES = {"eager": 0, "chaos": 1}
 
 
 class _Config(ctypes.Structure):
-    """``Config`` of ``src/machine.h``."""
+    """Mirror of the struct ``Config`` in ``src/machine.h``."""
 
     _fields_ = [
         ("num_sms", ctypes.c_uint32),
@@ -35,7 +35,7 @@ class _Config(ctypes.Structure):
     ]
 
 
-#: Where no option says otherwise.
+#: Values of options that are not set.
 _defaults = _Config(4, 1, 0, 0, 4_000_000_000, 50_000_000, 1, 0)
 _capability = [10, 0]
 _modules: list[Module] = []  # the engine holds addresses of their variables
@@ -43,7 +43,7 @@ _kernels: dict[str, Kernel] = {}
 
 
 class _Options(threading.local):
-    """What ``options`` changes in one thread, by field of ``_Config``."""
+    """Options of one thread that differ from the defaults, by field of ``_Config``."""
 
     def __init__(self) -> None:
         self.changed: dict[str, int] = {}
@@ -53,17 +53,18 @@ _options = _Options()
 
 
 def _recover_after_fork() -> None:
-    """Forget, in a forked child, what another thread of its parent was running."""
+    """Forget, in a forked child, the launch that another thread of the parent was running."""
     if library.cache_info().currsize:
         library().emu_forget_launch()
 
 
-# The engine is one machine with one set of programs, whatever thread drives it.
+# The engine is one machine with one set of programs for all threads.
 _lock = ForkSafeLock(on_orphaned=_recover_after_fork)
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
+    """Return the loaded engine, compiled if needed."""
     lib = ctypes.CDLL(str(build()))
     for name in ("emu_opcodes", "emu_types", "emu_statistics", "emu_last_error", "emu_cubin_hash"):
         getattr(lib, name).restype = ctypes.c_char_p
@@ -73,7 +74,7 @@ def library() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def exclusive() -> Iterator[ctypes.CDLL]:
-    """Keep other threads from the engine inside the block; it has this thread's options there."""
+    """Give this thread exclusive use of the engine in the block, with this thread's options."""
     with _lock:
         lib = library()
         config = _config()
@@ -83,6 +84,7 @@ def exclusive() -> Iterator[ctypes.CDLL]:
 
 
 def _config() -> _Config:
+    """Return the configuration of this thread."""
     config = _Config.from_buffer_copy(_defaults)
     for name, value in _options.changed.items():
         setattr(config, name, value)
@@ -90,7 +92,15 @@ def _config() -> _Config:
 
 
 def set_device(arch: str, num_sms: int) -> None:
-    """Make the device one of this architecture (``"sm_90a"``) with this many multiprocessors."""
+    """Set the architecture and the number of multiprocessors of the emulated device.
+
+    Args:
+        arch: Architecture, such as ``"sm_90a"``.
+        num_sms: Number of multiprocessors.
+
+    Raises:
+        ValueError: ``arch`` or ``num_sms`` is invalid.
+    """
     m = re.fullmatch(r"sm_(\d+)(\d)[af]?", arch)
     if not m:
         raise ValueError(f"arch must be like 'sm_90a' or 'sm_100a', got {arch!r}")
@@ -102,6 +112,7 @@ def set_device(arch: str, num_sms: int) -> None:
 
 
 def device_attribute(attribute: int) -> int:
+    """Return an attribute of the emulated device by its CUDA number."""
     value = ctypes.c_int()
     with exclusive() as lib:
         lib._cudaDeviceGetAttribute(ctypes.byref(value), int(attribute), 0)
@@ -109,15 +120,17 @@ def device_attribute(attribute: int) -> int:
 
 
 def device_sms() -> int:
-    """Multiprocessors of the emulated device where no option says otherwise."""
+    """Return the number of multiprocessors of the emulated device, unless an option changes it."""
     return int(_defaults.num_sms)
 
 
 def num_sms() -> int:
+    """Return the number of multiprocessors that kernels of this thread use."""
     return int(_config().num_sms)
 
 
 def resident_ctas() -> int:
+    """Return the number of CTAs that run at the same time."""
     config = _config()
     return int(config.num_sms * config.ctas_per_sm)
 
@@ -132,12 +145,12 @@ def last_error() -> str:
 
 
 def load_ptx(text: str, cubin: bytes | None = None) -> list[str]:
-    """Hand PTX to the engine.
+    """Load a PTX module into the engine.
 
     Args:
-        text: A PTX module.
-        cubin: What the host code will load for it. Kernels of different modules may have the
-            same name; the cubin tells them apart. Without it the kernels are known by name
+        text: PTX module.
+        cubin: Machine code that the host code will load for this module. It distinguishes kernels
+            of the same name in different modules. Without it, kernels are known by name
             alone, for ``launch``.
 
     Returns:
@@ -155,6 +168,7 @@ def load_ptx(text: str, cubin: bytes | None = None) -> list[str]:
 
 
 def _add_program(lib: ctypes.CDLL, key: str, k: Kernel) -> None:
+    """Register a kernel with the engine under ``key``."""
     count = len(k.param_offset)
     array = ctypes.c_uint32 * max(1, count)
     lib.emu_add_program(
@@ -180,6 +194,7 @@ def _add_program(lib: ctypes.CDLL, key: str, k: Kernel) -> None:
 
 
 def _argument(value: Any, size: int) -> bytes:
+    """Return the bytes of one kernel parameter of ``size`` bytes."""
     if isinstance(value, bytes):
         raw = value
     elif hasattr(value, "data_ptr"):  # a torch tensor
@@ -207,18 +222,18 @@ def launch(
     """Run a kernel that was loaded by ``load_ptx`` without a cubin.
 
     Args:
-        kernel: Its name.
-        grid: CTAs in x, y, z; missing ones are 1.
-        block: Threads in x, y, z; missing ones are 1.
-        args: One for each parameter: an int or float, a NumPy array or CPU tensor (its
-            address), or the parameter's bytes (a tensor map).
-        cluster: CTAs of a cluster in x, y, z; no cluster launch where None.
+        kernel: Name of the kernel.
+        grid: Number of CTAs in x, y, z; missing dimensions are 1.
+        block: Number of threads in x, y, z; missing dimensions are 1.
+        args: One value per parameter: an int or float, a NumPy array or CPU tensor (passed by
+            address), or the bytes of the parameter (for example a tensor map).
+        cluster: Number of CTAs of a cluster in x, y, z. None launches without clusters.
         dynamic_smem: Bytes of dynamic shared memory.
 
     Raises:
         EmulatorError: The kernel failed.
         KeyError: No such kernel was loaded.
-        ValueError: The arguments do not fit the parameters.
+        ValueError: The arguments do not match the parameters.
     """
     sizes = _kernels[kernel].param_size
     if len(args) != len(sizes):
@@ -248,7 +263,7 @@ def launch(
             raise EmulatorError(message)
 
 
-#: The hardware's codes.
+#: Codes of the hardware.
 _TYPES = {
     "uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5,
     "float16": 6, "float32": 7, "float64": 9, "bfloat16": 10,
@@ -257,15 +272,15 @@ _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
 
 def tensor_map(array: Any, box: Sequence[int], *, swizzle: int = 0) -> bytes:
-    """A tensor map over a NumPy array or CPU tensor, for a 128-byte parameter of ``launch``.
+    """Return a tensor map over a NumPy array or CPU tensor, for a 128-byte parameter of ``launch``.
 
     Args:
-        array: Of 1 to 5 dimensions, contiguous in the last.
-        box: Elements of the box in each dimension, in the array's order.
-        swizzle: 0, 32, 64 or 128 bytes.
+        array: Array of 1 to 5 dimensions, contiguous in the last.
+        box: Number of elements of the box in each dimension, in the array's order.
+        swizzle: Swizzle in bytes: 0, 32, 64 or 128.
 
     Raises:
-        ValueError: The hardware takes no such tensor map.
+        ValueError: The hardware does not support such a tensor map.
     """
     rank = len(box)
     type_name = str(array.dtype).removeprefix("torch.")
@@ -303,19 +318,19 @@ def options(
     check_fences: bool | None = None,
     races: bool | None = None,
 ) -> Iterator[None]:
-    """Change how this thread's kernels run inside the block; None leaves an option as it is.
+    """Change how this thread's kernels run in the block. None leaves an option unchanged.
 
     Args:
-        mode: ``"eager"`` (warps in order, asynchronous work at once) or ``"chaos"`` (warps in
-            random order and for random spans, asynchronous work late and out of order).
-        seed: Of chaos mode.
-        num_sms: Multiprocessors of the device.
-        ctas_per_sm: CTAs of a multiprocessor that run at the same time.
-        max_insns: Warp instructions after which a launch is an error.
-        max_idle_insns: Warp instructions after which a launch is an error if they changed
-            nothing but registers: warps poll for what does not come.
-        check_fences: Whether to look for missing ``fence.proxy.async``.
-        races: Whether to look for data races on shared and tensor memory (about 2x slower).
+        mode: ``"eager"`` runs warps in order and asynchronous work at once. ``"chaos"`` runs warps
+            in random order and for random spans, and asynchronous work late and out of order.
+        seed: Seed of chaos mode.
+        num_sms: Number of multiprocessors of the device.
+        ctas_per_sm: Number of CTAs of a multiprocessor that run at the same time.
+        max_insns: Number of warp instructions after which a launch fails.
+        max_idle_insns: Number of warp instructions after which a launch fails if they changed
+            only registers. It detects warps that poll for an event that never happens.
+        check_fences: Check for missing ``fence.proxy.async``.
+        races: Check for data races on shared and tensor memory. Kernels run about 2x slower.
     """
     if mode is not None and mode not in _MODES:
         raise ValueError(f"mode must be one of {sorted(_MODES)}, got {mode!r}")
@@ -342,11 +357,11 @@ def options(
 
 
 def watch(*tensors: Any) -> None:
-    """Let kernels touch only the memory of the watched tensors (or NumPy arrays) from now on.
+    """Let kernels access only the memory of the watched tensors or NumPy arrays from now on.
 
-    Global memory that nobody watches is out of bounds, except for kernels' own parameters and
-    constants. Where nothing is watched, all memory may be touched. A tensor is watched with the
-    whole of its storage; keep it alive until ``unwatch``. This holds for kernels of all threads.
+    Other global memory is then out of bounds, except for kernels' own parameters and constants. If
+    nothing is watched, kernels may access all memory. Watching a tensor watches its whole storage;
+    keep the tensor alive until ``unwatch``. This applies to kernels of all threads.
     """
     with exclusive() as lib:
         for t in tensors:
@@ -360,20 +375,20 @@ def watch(*tensors: Any) -> None:
 
 
 def unwatch() -> None:
-    """Forget every watched tensor: all memory may be touched again."""
+    """Forget all watched tensors, so that kernels may access all memory again."""
     with exclusive() as lib:
         lib.emu_clear_ranges()
 
 
 def stats() -> dict[str, int]:
-    """Counts of all launches that succeeded, in any thread, since ``reset_stats``.
+    """Return the counts of all successful launches, in any thread, since ``reset_stats``.
 
     Returns:
-        ``warp_insns`` and ``thread_insns``; ``op.<OPCODE>`` warp instructions of each class
-        that ran; ``ld_global_bytes`` and ``st_global_bytes``, the same in 32-byte ``_sectors``;
-        ``tma_load_bytes`` and ``tma_store_bytes`` (bulk copies included); ``smem_accesses`` and
-        the ``smem_wavefronts`` they take (the difference is bank conflicts); ``mma_flops``,
-        ``mma_insns``, ``ctas`` and ``atomics``.
+        A dictionary with these counts: ``warp_insns`` and ``thread_insns``; ``op.<OPCODE>``, the
+        executed warp instructions by class; ``ld_global_bytes`` and ``st_global_bytes``, and
+        the same in 32-byte ``_sectors``. ``tma_load_bytes`` and ``tma_store_bytes`` include
+        bulk copies. ``smem_accesses`` and ``smem_wavefronts`` differ by the bank
+        conflicts. The rest are ``mma_flops``, ``mma_insns``, ``ctas`` and ``atomics``.
     """
     with exclusive() as lib:
         counts = (ctypes.c_uint64 * lib.emu_num_stats())()
@@ -386,6 +401,6 @@ def stats() -> dict[str, int]:
 
 
 def reset_stats() -> None:
-    """Start counting afresh."""
+    """Set all counts to zero."""
     with exclusive() as lib:
         lib.emu_reset_stats()

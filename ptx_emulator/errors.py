@@ -1,4 +1,4 @@
-"""What the emulator raises."""
+"""Exceptions of the emulator."""
 
 
 class EmulatorError(RuntimeError):

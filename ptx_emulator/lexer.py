@@ -19,13 +19,14 @@ class PtxError(ValueError):
 
 
 def strip_comments(text: str) -> str:
-    """Blank out comments and line information; line numbers stay as they are."""
+    """Blank out comments and line information. Line numbers stay the same."""
     text = _COMMENT.sub(lambda m: "\n" * m.group().count("\n"), text)
     return _LINE_INFO.sub("", text)
 
 
 def split_operands(text: str) -> list[str]:
-    parts: list[str] = []
+    """Split a list of operands at the commas outside brackets."""
+    operands: list[str] = []
     depth = start = 0
     for i, ch in enumerate(text):
         if ch in "{[(":
@@ -33,14 +34,15 @@ def split_operands(text: str) -> list[str]:
         elif ch in "}])":
             depth -= 1
         elif ch == "," and depth == 0:
-            parts.append(text[start:i].strip())
+            operands.append(text[start:i].strip())
             start = i + 1
-    if last := text[start:].strip():
-        parts.append(last)
-    return parts
+    if remainder := text[start:].strip():
+        operands.append(remainder)
+    return operands
 
 
 def matching_brace(text: str, start: int) -> int:
+    """Return the position of the brace that closes the one at ``start``."""
     depth = 0
     for m in re.compile(r"[{}]").finditer(text, start):
         depth += 1 if m.group() == "{" else -1
@@ -51,12 +53,12 @@ def matching_brace(text: str, start: int) -> int:
 
 @dataclass(frozen=True)
 class Statement:
-    """One step of a function body:
+    """One step of a function body.
 
-    ``"open"`` or ``"close"`` (a scope), ``"label"``, or ``"statement"``.
-
-    ``text`` is the label's name, or the statement without its semicolon; ``line`` that of the PTX
-    text.
+    Attributes:
+        kind: ``"open"`` or ``"close"`` (a scope), ``"label"``, or ``"statement"``.
+        text: Name of the label, or the statement without its semicolon.
+        line: Line of the PTX text.
     """
 
     kind: str
@@ -65,6 +67,7 @@ class Statement:
 
 
 def statements(body: str, line: int) -> Iterator[Statement]:
+    """Yield the statements of a function body that starts at ``line``."""
     pos = 0
     while pos < len(body):
         ch = body[pos]
@@ -88,7 +91,7 @@ def statements(body: str, line: int) -> Iterator[Statement]:
 
 
 def literal(text: str) -> int | None:
-    """The bits of a literal, or None where the text is none; a decimal float is an f32."""
+    """Return the bits of a literal, or None if ``text`` is none; a decimal float is an f32."""
     if _FLOAT_BITS.fullmatch(text):
         return int("0x" + text[2:], 0)
     if _INTEGER.fullmatch(text):
@@ -102,4 +105,5 @@ def literal(text: str) -> int | None:
 
 
 def literals(text: str) -> list[int]:
-    return [value for part in re.split(r"[{},\s]+", text) if (value := literal(part)) is not None]
+    """Return the bits of all literals in ``text``."""
+    return [value for word in re.split(r"[{},\s]+", text) if (value := literal(word)) is not None]

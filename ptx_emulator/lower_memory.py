@@ -1,4 +1,4 @@
-"""Loads, stores, atomics, copies, tensor maps."""
+"""Lowerings of loads, stores, atomics, copies and tensor maps."""
 
 import re
 
@@ -11,22 +11,24 @@ _NAME_IN_ADDRESS = re.compile(r"\[\s*([\w$]+)")
 
 
 def _is_call_param(op: Opcode, address: str) -> bool:
-    """Whether the address is that of an argument of a call, which nothing here reads."""
+    """Return True if the address is an argument of a call, which the engine never reads."""
     m = _NAME_IN_ADDRESS.match(address)
     is_param = op.space == SPACES["param"]
     return is_param and m is not None and m.group(1) in op.builder.call_params
 
 
 def _load(op: Opcode, operands: list[str]) -> None:
+    """Lower ``ld`` and ``ldu``."""
     if _is_call_param(op, operands[1]):
         return op.emit("MOV", [operands[0], immediate(0)])
-    first = operands[0].strip("{} ").split(",")[0]
-    # A signed value fills the register, however wide it is.
-    wide = Flag.WIDE if op.builder.register_type(first).endswith("64") else Flag(0)
+    register = operands[0].strip("{} ").split(",")[0]
+    # A signed value is extended to the width of the register.
+    wide = Flag.WIDE if op.builder.register_type(register).endswith("64") else Flag(0)
     op.emit("LD", operands[:2], vec=op.vector_width, flags=op.flags | wide)
 
 
 def _store(op: Opcode, operands: list[str]) -> None:
+    """Lower ``st``."""
     op.refuse("async", "bulk")
     if _is_call_param(op, operands[0]):
         return op.emit("NOP")
@@ -34,13 +36,15 @@ def _store(op: Opcode, operands: list[str]) -> None:
 
 
 def _atomic(op: Opcode, operands: list[str]) -> None:
+    """Lower ``atom`` and ``red``."""
     op.refuse("async")
     sub = op.choose(REDUCTIONS)
-    count = 2 + (op.name == "atom") + (REDUCTIONS[sub] == "cas")  # behind them: a cache policy
+    count = 2 + (op.name == "atom") + (REDUCTIONS[sub] == "cas")  # a cache policy may follow
     op.emit(op.name.upper(), operands[:count], sub=sub, vec=op.vector_width)
 
 
 def _matrix(op: Opcode, operands: list[str]) -> None:
+    """Lower ``ldmatrix`` and ``stmatrix``."""
     bytes_transposed = op.name == "stmatrix" and op.has("m16n8") and op.has("trans")
     if not op.has("m8n8") and not bytes_transposed:
         raise NotModelledError("8-bit ldmatrix")
@@ -50,7 +54,7 @@ def _matrix(op: Opcode, operands: list[str]) -> None:
 
 
 def _copy_async(op: Opcode, operands: list[str]) -> None:
-    """``cp.async [to], [from], size{, source size or ignore-src}{, policy}``."""
+    """Lower ``cp.async [to], [from], size{, source size or ignore-src}{, policy}``."""
     if any("cache_hint" in m for m in op.modifiers):
         operands = operands[:-1]
     ignore = len(operands) > 3 and op.builder.register_type(operands[3]) == "pred"
@@ -58,6 +62,7 @@ def _copy_async(op: Opcode, operands: list[str]) -> None:
 
 
 def _wait_group(op: Opcode, operands: list[str]) -> int:
+    """Return the number of groups that ``wait_group`` leaves pending."""
     groups = literal(operands[0])
     if groups is None:
         raise ValueError(operands[0])
@@ -65,6 +70,7 @@ def _wait_group(op: Opcode, operands: list[str]) -> int:
 
 
 def _tensor_copy(op: Opcode, operands: list[str], to_shared: bool, flags: Flag) -> None:
+    """Lower ``cp.async.bulk.tensor``."""
     if any(m.startswith(("im2col", "tile::scatter4")) for m in op.modifiers):
         raise NotModelledError("im2col and scatter TMA")
     flags |= op.flag("tile::gather4", Flag.GATHER)
@@ -76,6 +82,7 @@ def _tensor_copy(op: Opcode, operands: list[str], to_shared: bool, flags: Flag) 
 def _contiguous_copy(
     op: Opcode, operands: list[str], to_shared: bool, from_global: bool, flags: Flag
 ) -> None:
+    """Lower ``cp.async.bulk`` of contiguous bytes."""
     op.refuse("cp_mask", "ignore_oob")
     if not to_shared:
         return op.emit("BULK_S2G", operands[:3])
@@ -85,7 +92,7 @@ def _contiguous_copy(
 
 
 def _bulk(op: Opcode, operands: list[str], modifiers: list[str]) -> None:
-    """``modifiers`` are those behind ``cp.async.bulk``."""
+    """Lower ``cp.async.bulk``, where ``modifiers`` are the modifiers after it."""
     if modifiers[0] == "commit_group":
         return op.emit("BULK_COMMIT")
     if modifiers[0] == "wait_group":
@@ -102,6 +109,7 @@ def _bulk(op: Opcode, operands: list[str], modifiers: list[str]) -> None:
 
 
 def _cp(op: Opcode, operands: list[str]) -> None:
+    """Lower ``cp.async`` in all its forms."""
     kind, *modifiers = op.modifiers
     if kind != "async":
         raise ValueError(kind)
@@ -127,7 +135,7 @@ MEMORY: dict[str, Lowering] = {
     "ldmatrix": _matrix,
     "stmatrix": _matrix,
     "cp": _cp,
-    # A cache policy decides nothing here.
+    # Cache policies have no effect in the emulator.
     "createpolicy": lambda op, a: op.emit(
         "MOV", [a[0], immediate(0)], type=op.builder.types["b64"]
     ),

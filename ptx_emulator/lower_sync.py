@@ -1,4 +1,4 @@
-"""Control flow, barriers, fences, mbarriers, cluster launch control."""
+"""Lowerings of control flow, barriers, fences and mbarriers."""
 
 from .isa import Flag
 from .lexer import literal
@@ -7,17 +7,19 @@ from .program import NO_OPERAND
 
 
 def _bra(op: Opcode, operands: list[str]) -> None:
+    """Lower ``bra``."""
     op.builder.branch_to(operands[0])
     op.emit("BRA")
 
 
 def _brx(op: Opcode, operands: list[str]) -> None:
+    """Lower ``brx.idx``."""
     b = op.builder
     op.emit("BRX", [operands[0], b.table(b.branch_tables[operands[1]])])
 
 
 def _call(op: Opcode, operands: list[str]) -> None:
-    """A failed assertion traps; device printf prints nothing."""
+    """Lower ``call``: a failed assertion traps, and device printf prints nothing."""
     if "__assertfail" in op.builder.statement:
         op.emit("TRAP")
     elif "vprintf" in op.builder.statement:
@@ -27,6 +29,7 @@ def _call(op: Opcode, operands: list[str]) -> None:
 
 
 def _bar(op: Opcode, operands: list[str]) -> None:
+    """Lower ``bar`` and ``barrier``."""
     if op.modifiers[0] == "warp":
         return op.emit("BARWARP", operands[:1])
     if op.modifiers[0] == "cluster":
@@ -37,12 +40,13 @@ def _bar(op: Opcode, operands: list[str]) -> None:
 
 
 def _fence(op: Opcode, operands: list[str]) -> None:
-    """The proxy fences of shared memory are followed; all other fences order nothing here."""
+    """Lower ``fence``: the engine tracks proxy fences of shared memory and ignores all others."""
     proxy = op.modifiers[1] if op.name == "fence" and op.modifiers[0] == "proxy" else ""
     op.emit("FENCE_PROXY_ASYNC" if proxy.startswith("async") and not op.has("global") else "FENCE")
 
 
 def _mbarrier_arrive(op: Opcode, operands: list[str]) -> None:
+    """Lower ``mbarrier.arrive``, with or without ``expect_tx``."""
     op.refuse("noComplete")
     state = [NO_OPERAND] if operands[0].startswith("[") else []
     op.emit(
@@ -51,6 +55,7 @@ def _mbarrier_arrive(op: Opcode, operands: list[str]) -> None:
 
 
 def _mbarrier(op: Opcode, operands: list[str]) -> None:
+    """Lower ``mbarrier``."""
     kind = op.modifiers[0]
     if kind == "arrive":
         return _mbarrier_arrive(op, operands)
@@ -77,7 +82,7 @@ SYNC: dict[str, Lowering] = {
     "nanosleep": lambda op, _: op.emit("NANOSLEEP"),
     "setmaxnreg": lambda op, a: op.emit("SETMAXNREG", aux=literal(a[0])),
 }
-# Hints, and the order between grids: grids run one after the other.
+# Hints, and ordering between grids, which run one after the other.
 SYNC |= dict.fromkeys(
     ("griddepcontrol", "prefetch", "prefetchu", "applypriority", "pmevent"),
     lambda op, _: op.emit("NOP"),

@@ -1,4 +1,4 @@
-"""Tensor cores: wgmma and tcgen05."""
+"""Lowerings of tensor-core instructions: wgmma and tcgen05."""
 
 import re
 
@@ -14,6 +14,7 @@ _SHAPE_WGMMA = re.compile(r"m64n(\d+)k(\d+)")
 
 
 def _wgmma(op: Opcode, operands: list[str]) -> None:
+    """Lower ``wgmma``."""
     b, kind = op.builder, op.modifiers[0]
     if kind == "fence":
         return op.emit("WGMMA_FENCE")
@@ -39,20 +40,24 @@ def _wgmma(op: Opcode, operands: list[str]) -> None:
 
 
 def _pair(op: Opcode) -> Flag:
+    """Return the flag of ``cta_group::2``."""
     return op.flag("cta_group::2", Flag.CTA2)
 
 
 def _alloc(op: Opcode, operands: list[str]) -> None:
+    """Lower ``tcgen05.alloc`` and ``tcgen05.dealloc``."""
     op.emit(f"TC_{op.modifiers[0].upper()}", operands, flags=_pair(op))
 
 
 def _load_store(op: Opcode, operands: list[str]) -> None:
+    """Lower ``tcgen05.ld`` and ``tcgen05.st``."""
     op.refuse("red", "spp", "pack::16b", "unpack::16b")
     repetitions = next(int(m[1:]) for m in op.modifiers if re.fullmatch(r"x\d+", m))
     op.emit(f"TC_{op.modifiers[0].upper()}", operands, sub=op.choose(_LOAD_SHAPES), aux=repetitions)
 
 
 def _copy(op: Opcode, operands: list[str]) -> None:
+    """Lower ``tcgen05.cp``."""
     if any(m.startswith("b8x16") for m in op.modifiers):
         raise NotModelledError("decompressing tcgen05.cp")
     shape = op.choose(_COPY_SHAPES)
@@ -62,11 +67,13 @@ def _copy(op: Opcode, operands: list[str]) -> None:
 
 
 def _commit(op: Opcode, operands: list[str]) -> None:
+    """Lower ``tcgen05.commit``."""
     multicast = op.flag("multicast::cluster", Flag.MULTICAST)
     op.emit("TC_COMMIT", operands[: 2 if multicast else 1], flags=_pair(op) | multicast)
 
 
 def _scale_block(op: Opcode, kind: str) -> int:
+    """Return the number of elements that share a block scale."""
     k = 32 if kind == "mxf8f6f4" else 64
     sizes = {
         "block16": 16,
@@ -79,6 +86,7 @@ def _scale_block(op: Opcode, kind: str) -> int:
 
 
 def _mma(op: Opcode, operands: list[str]) -> None:
+    """Lower ``tcgen05.mma``."""
     op.refuse("ws", "sp", "ashift")
     kind = next(m for m in op.modifiers if m.startswith("kind::"))[len("kind::") :]
     fields = {

@@ -1,4 +1,4 @@
-"""The choice of a lowering by mnemonic."""
+"""Choice of a lowering by mnemonic."""
 
 from .lower_alu import ALU
 from .lower_memory import MEMORY
@@ -14,8 +14,9 @@ def lower(builder: KernelBuilder, opcode: str, operands: list[str]) -> None:
     """Append the engine's instructions for one PTX instruction.
 
     Raises:
-        NotModelledError: This form of the instruction is not modelled. KeyError, ValueError,
-        IndexError, StopIteration: The opcode or its operands are not known.
+        NotModelledError: The engine does not model this form of the instruction.
+        KeyError: The opcode is unknown; for unknown operands also ValueError, IndexError or
+            StopIteration.
     """
     op = Opcode(builder, opcode)
     op.refuse("f64", "b128")

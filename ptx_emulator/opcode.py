@@ -1,4 +1,4 @@
-"""An opcode taken apart: mnemonic, modifiers, and what they mean to every instruction."""
+"""An opcode, split into mnemonic and modifiers, with the modifiers common to all instructions."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -17,7 +17,11 @@ class NotModelledError(Exception):
 class Opcode:
     """``mnemonic.modifier.modifier...`` of one instruction.
 
-    Of the modifiers ``types`` are types, in order, and ``flags`` flags of any instruction.
+    Attributes:
+        name: Mnemonic.
+        modifiers: All modifiers in order.
+        types: Modifiers that are types, in order.
+        flags: Flags of the modifiers that any instruction may have.
     """
 
     def __init__(self, builder: KernelBuilder, text: str) -> None:
@@ -29,28 +33,31 @@ class Opcode:
             self.flags |= MODIFIER_FLAGS.get(m, Flag(0))
 
     def has(self, *modifiers: str) -> bool:
+        """Return True if the instruction has one of ``modifiers``."""
         return any(m in self.modifiers for m in modifiers)
 
     def flag(self, modifier: str, flag: Flag) -> Flag:
+        """Return ``flag`` if the instruction has ``modifier``, else no flag."""
         return flag if modifier in self.modifiers else Flag(0)
 
     def choose(self, names: list[str]) -> int:
-        """Position in ``names`` of the first modifier that is one of them."""
+        """Return the position in ``names`` of the first modifier that is one of them."""
         return names.index(next(m for m in self.modifiers if m in names))
 
     def refuse(self, *modifiers: str) -> None:
+        """Raise ``NotModelledError`` if the instruction has one of ``modifiers``."""
         for m in modifiers:
             if m in self.modifiers:
                 raise NotModelledError(f"{self.name}.{m}")
 
     @property
     def vector_width(self) -> int:
-        """2, 4 or 8 with ``.v2`` and so on, else 1."""
+        """Number of elements: 2, 4 or 8 with ``.v2``, ``.v4`` or ``.v8``, else 1."""
         return next((int(m[1:]) for m in self.modifiers if re.fullmatch(r"v[248]", m)), 1)
 
     @property
     def space(self) -> int:
-        """The state space; generic where none is named."""
+        """State space; generic if no modifier names one."""
         for m in self.modifiers:
             base = m.split("::")[0]
             if base in SPACES:
@@ -59,21 +66,25 @@ class Opcode:
 
     @property
     def rounding(self) -> int:
-        """Position in ``ROUNDINGS``; to nearest where none is named."""
+        """Position of the rounding mode in ``ROUNDINGS``; by default round to nearest."""
         return next((ROUNDINGS.index(m) for m in self.modifiers if m in ROUNDINGS), 0)
 
     def type_id(self, index: int) -> int:
-        """The engine's number of the type at this position, 0 where there is none."""
+        """Return the engine's number of the type at this position, or 0 if there is none."""
         return self.builder.types[self.types[index]] if len(self.types) > index else 0
 
     def emit(self, op: str, operands: Iterable[Operand | str] = (), **fields: Any) -> None:
-        """Append an instruction with the meaning of the modifiers, or what ``fields`` says; texts
-        are read.
+        """Append an engine instruction.
+
+        Args:
+            op: Name of the opcode.
+            operands: Operands, or their PTX texts.
+            **fields: Fields of the instruction. Others follow from the modifiers.
         """
         read = [
-            o
-            for given in operands
-            for o in (self.builder.read(given) if isinstance(given, str) else [given])
+            value
+            for operand in operands
+            for value in (self.builder.read(operand) if isinstance(operand, str) else [operand])
         ]
         common: dict[str, Any] = {
             "type": self.type_id(0),

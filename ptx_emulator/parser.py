@@ -1,8 +1,8 @@
-"""PTX modules to kernels in the engine's form.
+"""Parses PTX modules into kernels in the engine's form.
 
-The accepted language is what CuTe DSL emits, inline assembly included: ``.entry`` functions, scoped
-registers and labels, shared, local, global and constant variables.  An opcode that the engine does
-not model becomes an ``UNSUPPORTED`` instruction, which is an error if a warp reaches it.
+The accepted language is the output of the CuTe DSL with inline assembly: ``.entry`` functions,
+scoped registers and labels, shared, local, global and constant variables. An opcode that the engine
+does not model becomes an ``UNSUPPORTED`` instruction, which raises an error if a warp reaches it.
 """
 
 import re
@@ -27,12 +27,12 @@ _CALL_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.\w+\s+([\w$]+)")
 _GUARD = re.compile(r"@(!?)([\w%$]+)\s+(.*)", re.DOTALL)
 _OPCODE = re.compile(r"([\w.:]+)\s*(.*)", re.DOTALL)
 _GLOBAL_ALIGNMENT = 256
-# What lowering raises where an opcode or its operands are none that it knows.
+# Exceptions of a lowering for an unknown opcode or operand.
 _UNKNOWN = (KeyError, ValueError, IndexError, StopIteration, NotModelledError)
 
 
 class Declaration:
-    """``.align 16 .b8 name[4] = {...}``."""
+    """A declaration such as ``.align 16 .b8 name[4] = {...}``."""
 
     def __init__(self, text: str) -> None:
         body, _, self.initialiser = text.partition("=")
@@ -49,6 +49,7 @@ class Declaration:
         self.alignment = max(int(alignment.group(1)) if alignment else 0, self.element_bytes)
 
     def initial_bytes(self) -> bytes:
+        """Return the bytes of the initialiser."""
         mask = (1 << 8 * self.element_bytes) - 1
         return b"".join(
             (v & mask).to_bytes(self.element_bytes, "little") for v in literals(self.initialiser)
@@ -59,9 +60,8 @@ class Module:
     """A parsed PTX module.
 
     Attributes:
-        kernels: One for each ``.entry``.
-        memory: (address, bytes) of the ``.global`` and ``.const`` variables; the module keeps
-            it.
+        kernels: One per ``.entry``.
+        memory: (address, bytes) of the ``.global`` and ``.const`` variables, which the module owns.
     """
 
     def __init__(self, text: str, opcodes: list[str], types: list[str]) -> None:
@@ -86,6 +86,7 @@ class Module:
             pos = end + 1
 
     def _declare(self, space: str, text: str, symbols: Symbols) -> None:
+        """Add a variable to ``symbols``."""
         d = Declaration(text)
         if space == "shared":
             symbols.add_shared(d.name, d.size, d.alignment)
@@ -95,6 +96,7 @@ class Module:
             symbols.globals[d.name] = self._allocate(d)
 
     def _allocate(self, d: Declaration) -> int:
+        """Allocate and initialise a global or constant variable and return its address."""
         buffer = np.zeros(max(d.size, 16) + _GLOBAL_ALIGNMENT, dtype=np.uint8)
         address = align(buffer.ctypes.data, _GLOBAL_ALIGNMENT)
         start = address - buffer.ctypes.data
@@ -105,6 +107,7 @@ class Module:
         return address
 
     def _add_kernel(self, name: str, params: str, body: str, line: int) -> None:
+        """Parse an ``.entry`` and add it to the kernels."""
         s = self._symbols
         symbols = Symbols(
             shared=dict(s.shared),
@@ -136,21 +139,23 @@ class Module:
         self.kernels.append(builder.finish(name, offsets, sizes))
 
     def _statement(self, builder: KernelBuilder, text: str) -> None:
+        """Parse one statement of a kernel."""
         if not text.startswith("."):
             if text:
                 self._instruction(builder, text)
             return
-        directive, rest = (*text[1:].split(None, 1), "")[:2]
+        directive, arguments = (*text[1:].split(None, 1), "")[:2]
         if directive == "reg":
-            builder.declare_registers(*rest.lstrip(".").split(None, 1))
+            builder.declare_registers(*arguments.lstrip(".").split(None, 1))
         elif directive in ("shared", "local", "global", "const"):
-            self._declare(directive, rest, builder.symbols)
+            self._declare(directive, arguments, builder.symbols)
         elif directive == "branchtargets":
-            builder.branch_targets([name.strip() for name in rest.split(",")])
+            builder.branch_targets([name.strip() for name in arguments.split(",")])
         elif m := _CALL_PARAM.match(text):  # an argument or result of a call
             builder.call_params.add(m.group(1))
 
     def _instruction(self, builder: KernelBuilder, text: str) -> None:
+        """Parse one instruction with its guard."""
         builder.statement = text
         guard = (-1, False)
         if m := _GUARD.match(text):
@@ -162,13 +167,13 @@ class Module:
         m = _OPCODE.match(text)
         if not m:
             raise PtxError(f"line {builder.line}: {text}")
-        first = len(builder.rows)
+        first_row = len(builder.rows)
         try:
             lower(builder, m.group(1), split_operands(m.group(2)))
         except _UNKNOWN as e:
-            del builder.rows[first:], builder.text[first:]
+            del builder.rows[first_row:], builder.text[first_row:]
             why = f" ({e})" if isinstance(e, NotModelledError) else ""
             builder.unsupported.add(m.group(1) + why)
             builder.emit("UNSUPPORTED")
-        for row in builder.rows[first:]:
+        for row in builder.rows[first_row:]:
             row["guard"], row["guard_negated"] = guard[0], int(guard[1])

@@ -1,4 +1,4 @@
-"""One kernel while it is being put together: registers, scopes, labels, operands, instructions."""
+"""Builds one kernel: registers, scopes, labels, operands, instructions."""
 
 import re
 from dataclasses import dataclass, field
@@ -20,10 +20,12 @@ NO_OPERAND: Operand = (Kind.NONE, 0, 0, 0, 0)
 
 
 def align(n: int, to: int) -> int:
+    """Return ``n`` rounded up to a multiple of ``to``."""
     return (n + to - 1) // to * to
 
 
 def immediate(value: int) -> Operand:
+    """Return an immediate operand."""
     return (Kind.IMM, 0, 0, 0, value)
 
 
@@ -32,13 +34,13 @@ class Kernel:
     """One ``.entry`` in the engine's form.
 
     Attributes:
-        instructions: array of ``isa.INSTRUCTION``.
-        operands: array of ``isa.OPERAND``.
+        instructions: Array of ``isa.INSTRUCTION``.
+        operands: Array of ``isa.OPERAND``.
         text: PTX of each instruction, for reports.
-        num_regs: 64-bit registers a lane.
-        static_smem: bytes of shared memory before the dynamic part.
-        local_bytes: bytes of local memory a lane.
-        unsupported: opcodes in it that are not modelled.
+        num_regs: Number of 64-bit registers per lane.
+        static_smem: Bytes of shared memory before the dynamic part.
+        local_bytes: Bytes of local memory per lane.
+        unsupported: Opcodes of the kernel that are not modelled.
     """
 
     name: str
@@ -134,8 +136,8 @@ class KernelBuilder:
     def _find_register(self, name: str) -> tuple[int, Register] | None:
         m = _NUMBERED.fullmatch(name)
         for scope in reversed(self._scopes):
-            if found := scope.get(name):
-                return found.base, found
+            if register := scope.get(name):
+                return register.base, register
             if m and (numbered := scope.get(f"{m.group(1)}<>")):
                 index = int(m.group(2))
                 if index < numbered.count:
@@ -143,20 +145,22 @@ class KernelBuilder:
         return None
 
     def register(self, name: str) -> int | None:
-        """The engine's number of a register, or None where the name is none."""
-        found = self._find_register(name)
-        return found[0] if found else None
+        """Return the engine's number of a register, or None if ``name`` is not a register."""
+        match = self._find_register(name)
+        return match[0] if match else None
 
     def register_type(self, name: str) -> str:
-        """The declared type of a register, negated or not; empty where the name is none."""
-        found = self._find_register(name.lstrip("! "))
-        return found[1].type if found else ""
+        """Return the type of a register, negated or not; empty if ``name`` is not a register."""
+        match = self._find_register(name.lstrip("! "))
+        return match[1].type if match else ""
 
     def label(self, name: str) -> None:
+        """Define a label at the next instruction."""
         self._labels[(self._scope_path, name)] = len(self.rows)
         self._last_label = name
 
     def branch_targets(self, names: list[str]) -> None:
+        """Define the branch table of the last label."""
         self.branch_tables[self._last_label] = names
 
     def branch_to(self, name: str) -> None:
@@ -164,6 +168,7 @@ class KernelBuilder:
         self._branches.append((len(self.rows), name, self._scope_path))
 
     def _position(self, name: str, scope: tuple[int, ...]) -> int:
+        """Return the position of a label that is visible in a scope."""
         for depth in range(len(scope), -1, -1):
             if (scope[:depth], name) in self._labels:
                 return self._labels[(scope[:depth], name)]
@@ -171,7 +176,7 @@ class KernelBuilder:
 
     # ---- operands
     def value(self, text: str) -> Operand:
-        """A register, special register, literal, symbol or ``{vector}``; ``_`` is none."""
+        """Return the operand of a register, literal, symbol or ``{vector}``; ``_`` is none."""
         text = text.strip()
         negated = 0
         if text.startswith("!"):
@@ -189,11 +194,13 @@ class KernelBuilder:
         return immediate(number) if number is not None else self._symbol(text)
 
     def vector(self, text: str) -> Operand:
+        """Return the operand of ``{a, b, ...}``."""
         items = [self.value(item) for item in split_operands(text.strip()[1:-1])]
         self.operands.extend(items)
         return (Kind.VEC, 0, len(items), len(self.operands) - len(items), 0)
 
     def table(self, labels: list[str]) -> Operand:
+        """Return the operand of a branch table."""
         base = len(self.operands)
         for i, name in enumerate(labels):
             self.operands.append(immediate(0))
@@ -201,7 +208,7 @@ class KernelBuilder:
         return (Kind.VEC, 0, len(labels), base, 0)
 
     def address(self, text: str) -> Operand:
-        """``register + offset`` or ``symbol + offset``."""
+        """Return the operand of ``register + offset`` or ``symbol + offset``."""
         m = _ADDRESS.fullmatch(text)
         if not m:
             raise PtxError(f"address {text}")
@@ -215,18 +222,22 @@ class KernelBuilder:
         return self._symbol(base, offset)
 
     def read(self, text: str) -> list[Operand]:
-        """``[address]``; ``[map, {c0, c1}]``, the map's address and the coordinates; or a value."""
+        """Return the operands of ``[address]``, ``[map, {c0, c1}]`` or a value.
+
+        A tensor map gives its address and the coordinates.
+        """
         if not text.startswith("["):
             return [self.value(text)]
         address, *coordinates = split_operands(text[1:-1])
         return [self.address(address), *map(self.vector, coordinates)]
 
     def pair(self, text: str) -> tuple[Operand, Operand]:
-        """``d|p``: both destinations."""
-        first, _, second = text.partition("|")
-        return self.value(first), self.value(second)
+        """Return both destinations of ``d|p``."""
+        before, _, after = text.partition("|")
+        return self.value(before), self.value(after)
 
     def _symbol(self, text: str, offset: int = 0) -> Operand:
+        """Return the operand of the address of a variable."""
         if m := _SYMBOL_PLUS.fullmatch(text):
             return self._symbol(m.group(1), offset + int(m.group(2)))
         s = self.symbols
@@ -246,16 +257,20 @@ class KernelBuilder:
     def emit(
         self, op: str, operands: tuple[Operand, ...] | list[Operand] = (), **fields: int
     ) -> None:
-        """Add an instruction; fields of ``isa.INSTRUCTION`` that are not given are 0, and it has no
-        guard.
+        """Append an instruction.
+
+        Args:
+            op: Name of the opcode.
+            operands: Operands.
+            **fields: Fields of ``isa.INSTRUCTION``. Missing fields are 0, and the guard is empty.
         """
-        made = {
+        values = {
             "op": self.opcodes[op],
             "guard": -1,
             "num_operands": len(operands),
             "operands": len(self.operands),
         }
-        row = dict.fromkeys(_FIELDS, 0) | made | {"line": self.line} | fields
+        row = dict.fromkeys(_FIELDS, 0) | values | {"line": self.line} | fields
         assert len(row) == len(_FIELDS), f"no field of an instruction: {row.keys() - set(_FIELDS)}"
         self.rows.append(row)
         self.operands.extend(operands)
@@ -292,7 +307,7 @@ class KernelBuilder:
         )
 
     def _place_dynamic_shared(self) -> int:
-        """Put the dynamic part behind the static variables; returns where it starts."""
+        """Place dynamic shared memory after the static variables and return its start."""
         start = align(self.symbols.shared_end, max(self.symbols.dynamic_shared.values(), default=1))
         self.operands = [
             (o[0], o[1], o[2], 0, start + o[4]) if o[0] == Kind.SHARED_SYM and o[3] < 0 else o

@@ -1,1 +1,1 @@
-"""Pieces used inside kernels. All but ``constants`` need the CuTe DSL to be imported."""
+"""Building blocks of kernels. All modules but ``constants`` import the CuTe DSL."""

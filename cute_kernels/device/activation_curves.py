@@ -461,7 +461,7 @@ def weighted_gradient(
 
 
 def exponential(x: Float32, sigmoid: bool = False) -> Float32:
-    """Return exp(x) as ``reference.activations`` defines it, or with ``sigmoid`` the sigmoid of x."""
+    """Return exp(x), or with ``sigmoid`` the sigmoid of x, as ``reference.activations`` does."""
     return apply_formula(lambda t, number: _exponential(t, number, sigmoid), x)
 
 

@@ -1,4 +1,4 @@
-"""Exact conversions to fp32, and one rounding back, with instructions of sm_90 and later."""
+"""Exact conversions to fp32, and conversions back that round once; for sm_90 and later."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ _CVT_PAIR = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}
 
 
 def unpack_pair(word: Uint32, dtype: str) -> tuple[Float32, Float32]:
-    """The two bf16 or fp16 numbers of a word, the low half first."""
+    """Return the two bf16 or fp16 numbers of a word, the low half first."""
     if dtype == "bfloat16":
         return bits_as_f32(word << 16), bits_as_f32(word & Uint32(0xFFFF0000))
     if dtype != "float16":
@@ -24,13 +24,17 @@ def unpack_pair(word: Uint32, dtype: str) -> tuple[Float32, Float32]:
 
 
 def unpack_words(words: Sequence[Uint32], dtype: str) -> list[Float32]:
+    """Return the fp32 numbers of words of ``dtype``, in memory order."""
     if dtype == "float32":
         return [bits_as_f32(word) for word in words]
     return [number for word in words for number in unpack_pair(word, dtype)]
 
 
 def pack_words(numbers: Sequence[Float32], dtype: str) -> list[Uint32]:
-    """An even count of numbers, rounded to nearest even, as words of ``dtype`` in memory order."""
+    """Return words of ``dtype`` in memory order, rounded to nearest even.
+
+    ``numbers`` has an even count.
+    """
     if dtype == "float32":
         return [f32_as_bits(number) for number in numbers]
     text = f"{_CVT_PAIR[dtype]} $0, $2, $1;"
@@ -38,10 +42,11 @@ def pack_words(numbers: Sequence[Float32], dtype: str) -> list[Uint32]:
 
 
 def decode_e2m1(word: Uint32) -> list[Float32]:
-    """The numbers of eight E2M1 codes, the one in the lowest nibble first.
+    """Return the numbers of eight E2M1 codes, the one in the lowest nibble first.
 
-    An exponent field and mantissa bit put where bf16 has the lowest of its own stand for 2^-126
-    times the number, zero and the subnormal 0.5 included.
+    The exponent field and the mantissa bit are moved to the lowest exponent and highest mantissa
+    bits of bf16. There they stand for 2^-126 times the number, including zero and the subnormal
+    0.5.
     """
     low, high = [], []
     for i in range(4):
@@ -56,7 +61,7 @@ def decode_e2m1(word: Uint32) -> list[Float32]:
 
 
 def decode_e4m3_pair(pair: Uint32) -> tuple[Float32, Float32]:
-    """The numbers of the two lowest bytes; 0x7F and 0xFF are NaN."""
+    """Return the numbers of the two lowest bytes; 0x7F and 0xFF are NaN."""
     return asm(
         """{
 		.reg .b16 pair, lo, hi;

@@ -1,4 +1,4 @@
-"""What kernels of all kinds are compiled with and launched by: stand-ins for arguments, and a grid."""
+"""Stand-ins for kernel arguments at compile time, and the launch of kernels with a simple grid."""
 
 from typing import Any
 
@@ -16,18 +16,30 @@ DSL_TYPES = {
 
 
 def compact(dtype: Any, *shape: Any, align: int | None = None) -> Any:
+    """Return a fake contiguous tensor.
+
+    Args:
+        dtype: DSL type of the elements.
+        shape: Extents or symbols.
+        align: Assumed alignment in bytes, or None for that of an element.
+    """
     order = tuple(reversed(range(len(shape))))
     return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
 
 def env_stream() -> Any:
-    """The stream that is current when the compiled function is called."""
+    """Return the stream that is current when the compiled function is called."""
     return make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 class GridKernel:
-    """A kernel whose CTAs take items by turns: called with its arguments, the number of SMs and a
-    stream.
+    """Base of kernels whose CTAs take items in turn.
+
+    The compiled function takes the arguments of ``kernel``, the number of SMs and a stream.
+
+    Attributes:
+        ctas_per_sm: CTAs to launch per SM.
+        num_threads: Threads of a CTA.
     """
 
     ctas_per_sm: int
@@ -36,6 +48,7 @@ class GridKernel:
 
     @cute.jit
     def __call__(self, *args: Any) -> None:
+        """Launch ``ctas_per_sm`` CTAs per SM."""
         *arguments, num_sms, stream = args
         self.kernel(*arguments).launch(
             grid=[num_sms * self.ctas_per_sm, 1, 1], block=[self.num_threads, 1, 1], stream=stream

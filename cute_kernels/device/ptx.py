@@ -1,7 +1,7 @@
 """Single PTX instructions and short sequences as traced expressions.
 
 The DSL contracts ``a * b + c`` into an FMA and offers no spelling for several instructions that the
-quantizers need, so their arithmetic goes through ``asm``: what is written is what runs.
+quantizers need. So their arithmetic goes through ``asm``, which runs exactly what is written.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,22 @@ _CONSTRAINTS = {Float32: "f", Int32: "r", Uint32: "r", Int64: "l", Uint64: "l", 
 
 
 def _constraints(results: Sequence[type], operands: Sequence[Any]) -> list[str]:
+    """Return the inline-assembly constraints of results and operands."""
     out = ["=" + _CONSTRAINTS[t] for t in results]
     return out + [_CONSTRAINTS[type(v)] for v in operands]
 
 
 def asm(text: str, results: Sequence[type], operands: Sequence[Any]) -> Any:
-    """PTX without side effects: results of DSL types are ``$0``, ``$1``, ...; operands, DSL
-    scalars, follow.
+    """Emit PTX without side effects.
 
-    Braces open a scope for its own registers. Gives the result, or a tuple when there are several.
+    Args:
+        text: PTX. The results are ``$0``, ``$1``, ..., the operands follow. Braces open a scope for
+            registers.
+        results: DSL types of the results.
+        operands: DSL scalars.
+
+    Returns:
+        The result, or a tuple if there are several.
     """
     values = [v.ir_value() for v in operands]
     types = [t.mlir_type for t in results]
@@ -41,7 +48,7 @@ def asm(text: str, results: Sequence[type], operands: Sequence[Any]) -> Any:
 
 
 def asm_volatile(text: str, operands: Sequence[Any]) -> None:
-    """PTX that reads or writes memory and returns nothing; it is never moved or dropped."""
+    """Emit PTX that reads or writes memory and returns nothing; it is never moved or dropped."""
     llvm.inline_asm(
         None,
         [v.ir_value() for v in operands],
@@ -54,17 +61,20 @@ def asm_volatile(text: str, operands: Sequence[Any]) -> None:
 
 
 def mul_rn(a: Float32, b: Float32) -> Float32:
-    """``a * b``, which is never contracted."""
+    """Return ``a * b``, which is never contracted."""
     return asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
 
 
 def add_rn(a: Float32, b: Float32) -> Float32:
-    """``a + b``, likewise."""
+    """Return ``a + b``, which is never contracted."""
     return asm("add.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
 
 
 def in_place(value: Int32) -> Int32:
-    """``value``, from which nothing is computed ahead of a loop and then kept in registers."""
+    """Return ``value`` in a way that the compiler cannot see through.
+
+    Nothing is then computed from it ahead of a loop and kept in registers.
+    """
     out = llvm.inline_asm(
         Int32.mlir_type,
         [value.ir_value()],
@@ -78,13 +88,15 @@ def in_place(value: Int32) -> Int32:
 
 
 def bits_as_f32(bits: Uint32) -> Float32:
+    """Return the fp32 number with these bits."""
     return Float32(llvm.bitcast(Float32.mlir_type, bits.ir_value()))
 
 
 def f32_as_bits(value: Float32) -> Uint32:
+    """Return the bits of an fp32 number."""
     return Uint32(llvm.bitcast(Uint32.mlir_type, value.ir_value()))
 
 
 def select(condition: Boolean, a: Any, b: Any) -> Any:
-    """``a`` if the condition holds, else ``b`` of its type; never a branch."""
+    """Return ``a`` if the condition holds, else ``b`` of the same type; never a branch."""
     return type(a)(arith.select(condition.ir_value(), a.ir_value(), b.ir_value()))

@@ -44,7 +44,7 @@ class Launcher:
         """The kernel of ``spec``, compiled if it is new; it launches on the current stream."""
         kernel = compile_kernel(spec, self._arch)
         # Then that is its last argument.
-        has_counter = getattr(spec, "mixes_groups", False)
+        has_counter = getattr(spec, "uses_dynamic_scheduling", False)
         if not self._arch.emulated:
             if not has_counter or self._counters is None:
                 return kernel

@@ -1,13 +1,15 @@
-"""Checkpoints of quantized experts, as other systems write and read them.
+"""Read and write the checkpoints of other systems.
 
-  import grouped.checkpoint
+Example::
 
-  grouped.checkpoint.save(model, "out", layout="modelopt")  # or "compressed-tensors", "deepseek"
-  report = grouped.checkpoint.load(model, "folder")
+    import grouped.checkpoint
 
-A folder of safetensors files with the experts of a model in one of the ``LAYOUTS``, one tensor an
-expert and projection or all experts in one, and everything else as it is. Tensors are read and
-written one after the other: there is never a second model in memory.
+    grouped.checkpoint.save(model, "out", layout="modelopt")
+    report = grouped.checkpoint.load(model, "folder")
+
+A checkpoint is a folder of safetensors files. Its experts have one of the ``LAYOUTS``, with one
+tensor per expert and projection or one for all experts. All other tensors stay as they are. Tensors
+are read and written one by one, so there is never a second model in memory.
 """
 
 from .layouts import LAYOUTS

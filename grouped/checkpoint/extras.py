@@ -1,6 +1,4 @@
-"""Tensors that exporters write beside weights, by their names: harmless ones, and those that change
-results.
-"""
+"""Additional tensors of exporters, by name: harmless ones, and those that change results."""
 
 import re
 from bisect import bisect_left
@@ -8,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-#: Ends of names that weights and plain activations give the same results without: scales of a
-#: quantized KV cache and of quantized attention (ModelOpt, compressed-tensors, TensorRT-LLM),
-#: tables of rotary embeddings, and numbers of positions.
+#: Suffixes of tensors that do not change results with plain activations: scales of a quantized KV
+#: cache and of quantized attention (ModelOpt, compressed-tensors, TensorRT-LLM), tables of rotary
+#: embeddings, and position ids.
 _HARMLESS = (
     r"(q|k|v|kv|prob|kv_cache|k_cache|v_cache|prob_output|softmax)_(global_)?(scale|zero_point|scaling_factor)",
     r"(k|v|kv|qkv|query_key_value|kv_b|kv_a)_proj(_with_mqa)?\.output_(global_)?(scale|zero_point)",
@@ -20,15 +18,15 @@ _HARMLESS = (
     r"position_ids",
 )
 _HARMLESS_END = re.compile(rf"(^|.*[._])({'|'.join(_HARMLESS)})")
-#: Layers that predict further tokens, which a model without them does not have.
+#: Names of multi-token prediction layers.
 _MTP = re.compile(r"(^|.*\.)mtp(_\w+)?\..*")
-#: Names that such a layer alone has. They tell it where it is numbered as others are: DeepSeek-V3's
-#: model.layers.61.
+#: Names that only multi-token prediction layers have. They identify such a layer if it is numbered
+#: like the others, as DeepSeek-V3's model.layers.61.
 _MTP_LAYER = re.compile(r"(?P<layer>(.*\.)?layers\.\d+)\.(eh_proj|enorm|hnorm|shared_head)\..*")
 
-#: Ends of names that change results, and the value that does not: smoothing factors of activations
-#: (AWQ, SmoothQuant), low-rank parts (SVDQuant), zero points (msModelSlim: offsets), permutations
-#: of columns and rotations.
+#: Suffixes of tensors that change results, and the neutral value that does not (None: there is
+#: none). These are smoothing factors of activations (AWQ, SmoothQuant), low-rank terms (SVDQuant),
+#: zero points (msModelSlim: offsets), permutations of columns and rotations.
 _CHANGING = {
     r"pre_?quant_(scale|scaling_factor)": 1,
     r"(smooth(quant|ing)?|awq)_(scale|factor)s?": 1,
@@ -45,15 +43,15 @@ _CHANGING_ENDS = [
 def find_harmless(
     names: Iterable[str], used: Iterable[str], patterns: Iterable[str] = ()
 ) -> list[str]:
-    """Return those of ``names`` that do not change what the weights ``used`` give.
+    """Return the names of tensors that do not change results.
 
     Args:
-        names: names of a checkpoint that no parameter of the module takes.
-        used: names that one takes.
-        patterns: regular expressions of further ones, as models of transformers have in
-            ``_keys_to_ignore_on_load_unexpected``; they match anywhere in a name.
+        names: Names in a checkpoint that no parameter of the module uses.
+        used: Names that are used.
+        patterns: Regular expressions of further harmless names, as in
+            ``_keys_to_ignore_on_load_unexpected`` of transformers. They match anywhere in a name.
     """
-    names, further = list(names), [re.compile(pattern) for pattern in patterns]
+    names, more_patterns = list(names), [re.compile(pattern) for pattern in patterns]
     layers = {f"{match['layer']}." for name in names if (match := _MTP_LAYER.fullmatch(name))}
     in_use = _Prefixes(used)
     layers = {layer for layer in layers if not in_use.has(layer)}
@@ -61,7 +59,7 @@ def find_harmless(
     def is_harmless(name: str) -> bool:
         match = re.match(r"(.*\.)?layers\.\d+\.", name)
         if (match is not None and match[0] in layers) or any(
-            pattern.search(name) for pattern in further
+            pattern.search(name) for pattern in more_patterns
         ):
             return True
         return bool(_HARMLESS_END.fullmatch(name) or _MTP.fullmatch(name))
@@ -72,13 +70,12 @@ def find_harmless(
 def find_result_changing(
     names: Iterable[str], used: Iterable[str], read: Callable[[str], Tensor]
 ) -> tuple[list[str], list[str]]:
-    """Return those of ``names`` that belong to weights ``used``: those that change results, and
-    those that do not.
+    """Return the additional tensors of used weights that change results, and the neutral ones.
 
     Args:
-        names: names of a checkpoint that no parameter of the module takes.
-        used: names that one takes.
-        read: gives the tensor of a name.
+        names: Names in a checkpoint that no parameter of the module uses.
+        used: Names that are used.
+        read: Returns the tensor of a name.
     """
     in_use, change, neutral = _Prefixes(used), list[str](), list[str]()
     for name in names:
@@ -93,14 +90,14 @@ def find_result_changing(
 
 
 class _Prefixes:
-    """Names, and which beginnings they have."""
+    """A sorted set of names, for tests of prefixes."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names: Sequence[str] = sorted(names)
         self._whole = set(self._names)
 
     def has_weight(self, base: str) -> bool:
-        """Tell whether a weight ``base`` is among the names, of one expert or of all."""
+        """Return True if the names have a weight ``base``, of one expert or of all."""
         return (
             base in self._whole
             or self.has(f"{base}.weight")
@@ -109,6 +106,6 @@ class _Prefixes:
         )
 
     def has(self, prefix: str) -> bool:
-        """Tell whether a name begins so."""
-        at = bisect_left(self._names, prefix)
-        return at < len(self._names) and self._names[at].startswith(prefix)
+        """Return True if a name starts with ``prefix``."""
+        index = bisect_left(self._names, prefix)
+        return index < len(self._names) and self._names[index].startswith(prefix)

@@ -1,4 +1,4 @@
-"""Plans of loading: the tensors of a checkpoint that make each parameter of a module."""
+"""Plans of loading: the tensors of a checkpoint for each parameter of a module."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 class Plan(NamedTuple):
-    """A weight or bias of experts, and the tensors that it is loaded from.
+    """A weight or bias of experts, and the tensors from which it is loaded.
 
     Attributes:
-        weight: the parameter.
-        layout: how it is quantized in the checkpoint; None if it is plain.
-        stored: tensors of each projection of each expert, in order; or one item of all experts.
-        is_stacked: whether ``stored`` is one item.
+        weight: The parameter.
+        layout: The layout in the checkpoint. None for a plain weight.
+        stored: Tensors of each projection of each expert, in order, or one item for all experts.
+        is_stacked: True if ``stored`` is one item for all experts.
     """
 
     weight: ExpertWeight
@@ -29,14 +29,14 @@ class Plan(NamedTuple):
     is_stacked: bool
 
     def select_groups(self, groups: range | None) -> list[Stored]:
-        """The tensors that have these experts; all for None."""
+        """Return the tensors of these experts, or all for None."""
         if self.is_stacked or groups is None:
             return self.stored
         count = len(self.weight.projections)
         return self.stored[groups.start * count : groups.stop * count]
 
     def split_by_expert(self, items: list[T]) -> Iterator[list[T]]:
-        """Cut a list with an item for each projection into those of each expert."""
+        """Split a list with an item per projection into the items of each expert."""
         count = len(self.weight.projections)
         return (items[i : i + count] for i in range(0, len(items), count))
 
@@ -44,35 +44,39 @@ class Plan(NamedTuple):
         """Check shapes and dtypes of all experts.
 
         Raises:
-            ValueError: they are not those of the layout or of the module, or experts differ.
+            ValueError: They do not match the layout or the module, or experts differ.
         """
-        first, files = self.stored[0].names[0], self.stored[0].files
-        like = files.header(first)
-        for other in (s.names[0] for s in self.stored[1:]):
-            header = files.header(other)
-            if header.shape != like.shape or (
-                self.layout is not None and header.dtype != like.dtype
+        reference_name, files = self.stored[0].names[0], self.stored[0].files
+        reference = files.header(reference_name)
+        for name in (s.names[0] for s in self.stored[1:]):
+            header = files.header(name)
+            if header.shape != reference.shape or (
+                self.layout is not None and header.dtype != reference.dtype
             ):
                 raise ValueError(
-                    f"{other} is {header}, but {first} is {like} (in {files.path(other)})"
+                    f"{name} is {header}, but {reference_name} is {reference} "
+                    f"(in {files.path(name)})"
                 )
-        note = "" if self.is_stacked else self._whole(like.shape)
+        note = "" if self.is_stacked else self._joined_shape_note(reference.shape)
         for stored in self.stored:
             stored.check_headers(self.weight.parameter.dtype, note)
 
-    def _whole(self, shape: tuple[int, ...]) -> str:
-        """Say what the parameter's codes or values, which ``shape`` is a projection of, have to be."""
+    def _joined_shape_note(self, shape: tuple[int, ...]) -> str:
+        """Return a note on the shape of the parameter, if one projection has ``shape``."""
         groups, rows, *columns = self.weight.shape
         if self.layout is not None:
             columns = [self.layout.fmt.element.width(*columns)]
         whole = (groups, shape[0] * len(self.weight.projections), *shape[1:]) if shape else ()
-        return f"; together {self.weight.key} must have the shape {(groups, rows, *columns)}, the checkpoint has {whole}"
+        return (
+            f"; together {self.weight.key} must have the shape {(groups, rows, *columns)}, "
+            f"the checkpoint has {whole}"
+        )
 
 
 def find_weight(weight: ExpertWeight, files: Reader, missing: list[str]) -> Plan | None:
-    """The plan of a weight;
+    """Return the plan of a weight.
 
-    None, and names added to ``missing``, if the checkpoint lacks tensors of it.
+    If the checkpoint lacks some of its tensors, return None and add their names to ``missing``.
     """
     groups, *matrix = weight.shape
     rows = (matrix[0] // len(weight.projections), *matrix[1:])
@@ -83,21 +87,18 @@ def find_weight(weight: ExpertWeight, files: Reader, missing: list[str]) -> Plan
         if all(name in files for name in names):
             shape = tuple(weight.parameter.shape) if layout is None else weight.shape
             return Plan(weight, layout, [Stored(files, layout, names, shape)], True)
-        each = [
+        candidates = [
             [n + s for s in suffixes]
             for g in range(groups)
             for n in weight.names(g, files, suffixes[0])
         ]
-        if any(names[-1] in files for names in each):
-            lost = [name for names in each for name in names if name not in files]
-            missing += lost
-            return (
-                None
-                if lost
-                else Plan(
-                    weight, layout, [Stored(files, layout, names, rows) for names in each], False
-                )
-            )
+        if any(names[-1] in files for names in candidates):
+            lacking = [name for names in candidates for name in names if name not in files]
+            missing += lacking
+            if lacking:
+                return None
+            stored = [Stored(files, layout, names, rows) for names in candidates]
+            return Plan(weight, layout, stored, False)
     missing.append(weight.names(0, files, plain[0])[0] + plain[0])
     return None
 
@@ -105,14 +106,16 @@ def find_weight(weight: ExpertWeight, files: Reader, missing: list[str]) -> Plan
 def find_plain_tensor(
     names: Sequence[str], target: Tensor, files: Reader, missing: list[str]
 ) -> tuple[Stored, list[str]]:
-    """Find the tensors that one which is no expert's is loaded from, and further names of it that
-    the checkpoint has.
+    """Find the tensors for a parameter that belongs to no expert, and its further names.
 
     Args:
-        names: its names, of which tied parameters have several.
-        target: the tensor.
-        files: the checkpoint.
-        missing: where its name is added if the checkpoint has none.
+        names: Names of the parameter. A tied one has several.
+        target: The parameter.
+        files: The checkpoint.
+        missing: If the checkpoint has none of the names, one is added to this list.
+
+    Returns:
+        The stored tensors, and further names of the parameter in the checkpoint.
     """
     shape = tuple(target.shape)
     for name in names:
@@ -122,17 +125,14 @@ def find_plain_tensor(
                 if layout is None
                 else [name.removesuffix(".weight") + s for s in layout.suffixes]
             )
-            copies = [other for other in names if other != name and other in files]
+            copies = [n for n in names if n != name and n in files]
             return Stored(files, layout, tensors, shape), copies
     missing.append(names[0])
     return Stored(files, None, [names[0]], shape), []
 
 
 def _layout_of(name: str, target: Tensor, files: Reader) -> Layout | None:
-    """The layout in which a matrix is quantized in the checkpoint;
-
-    None if it is plain there, or lacking.
-    """
+    """Return the layout of a quantized matrix in the checkpoint, or None if it is not quantized."""
     base = name.removesuffix(".weight")
     if base == name or target.dim() != 2:
         return None

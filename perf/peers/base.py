@@ -33,18 +33,14 @@ class Peer:
     """A library with the same functions as this package.
 
     Its contenders get the same bf16 operands as those of this package, and are checked against the
-    same products. They call public functions of the library. A peer has those of these methods that
-    its library supports:
+    same products. They call public functions of the library. A peer has those of the following
+    methods that its library supports.
 
-    ============== =========================== =========================================
-    method         arguments                   contenders
-    ============== =========================== =========================================
-    ``quantizers`` ``Input``, ``Quantization`` quantizers
-    ``products``   ``Operands`` in bf16        products, without the time of conversions
-    ``layers``     ``LayerWork``               linear layers and MLPs
-    ``mixtures``   ``MoEWork``                 mixtures of experts
-    ``experts``    ``ExpertsWork``             the experts of a mixture alone
-    ============== =========================== =========================================
+    - ``quantizers(input, quantization)`` yields quantizers of an ``Input``.
+    - ``products(operands)`` yields products of bf16 ``Operands``. Conversions are not timed.
+    - ``layers(work)`` yields linear layers and MLPs of a ``LayerWork``.
+    - ``mixtures(work)`` yields the mixture of experts of a ``MoEWork``.
+    - ``experts(work)`` yields the experts alone, of an ``ExpertsWork``.
 
     Attributes:
         name: Name in ``Record.contender``.
@@ -143,7 +139,7 @@ class Peer:
         Args:
             work: Operands.
             text: Format of the record.
-            prepare: See ``Contender``.
+            prepare: Makes the call.
             a_bytes: Bytes per element of operand A.
             b_bytes: Bytes per element of operand B.
             error: Check of results that have another layout than ``work`` expects.

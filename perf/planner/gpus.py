@@ -125,7 +125,7 @@ _H100 = replace(
     name="H100",
     copy=Range(2.99, 2.99),
     memory=80.0,
-    source="those of an H200; measured copy",
+    source="rates of an H200, measured copy",
 )
 # Quantizers of other libraries reach 6.4 to 7.2 of 8 TB/s (TransformerEngine #2412 on a B300,
 # FlashInfer #2838). Dense products: NVFP4 5239 (cuBLAS) to 5702 (DeepGEMM #348), FP8 2330 at 4096^3

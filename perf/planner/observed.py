@@ -42,12 +42,15 @@ def _gemm(record: Record, gpu: Gpu, counts: Counts) -> list[Kernel]:
     """Return the kernels of a product, and of the quantizer if tokens are quantized too."""
     case, texts = record.case, record.format.split(" x ")
     a, b = _format(texts[0]), _format(texts[-1])
-    ready = record.contender == "ours, tokens quantized too" and gpu.mma_operand(a)[1]
+    a_is_decoded = record.contender == "ours, tokens quantized too" and gpu.mma_operand(a)[1]
     prepacked = record.contender == "ours, prepacked"
     kernels = product(
-        Product(case["product"], _sizes(record), case["n"], case["k"], a, b, prepacked, ready), gpu
+        Product(
+            case["product"], _sizes(record), case["n"], case["k"], a, b, prepacked, a_is_decoded
+        ),
+        gpu,
     )
-    if ready and a is not None:
+    if a_is_decoded and a is not None:
         elements = case["rows"] * case["k"]
         kernels[:0] = [quantization("quantize", elements, a, counts, "row", to_values=True)]
     return kernels

@@ -18,14 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a run.
+    """Options of a run. The fields ``backend`` to ``seed`` are options of ``perf run``.
 
     Attributes:
-        backend: Option ``--backend`` of ``perf run``.
-        protocol: Option ``--protocol``.
-        quick: Option ``--quick``.
-        full: Option ``--full``.
-        seed: Option ``--seed``.
         peers: Libraries to measure next to this package.
         paths: Folders of peers that run from sources, by the name of the peer.
         emulation: Options of the emulator.

@@ -28,8 +28,7 @@ class Pair:
     """Formats of the two operands of a product.
 
     Attributes:
-        a: Text of the format of A, None for bf16.
-        b: Text of the format of B, None for bf16.
+        a: Text of the format of A, None for bf16. ``b`` is that of B.
         prepacked: True if B is prepacked.
         quantizes: True if the call also quantizes A.
         accumulates: True if the product is added to fp32, as gradients of weights are.

@@ -48,9 +48,8 @@ class Step:
     """One pass of a layer.
 
     Attributes:
-        forward: The layer.
         x: Input (T, hidden).
-        dy: Gradient of the output; None for a forward pass alone.
+        dy: Gradient of the output; None without a backward pass.
         parameters: The tensors of each weight: one (G, N, K), or G of (N, K).
         gather: Makes ``x`` again in each pass.
     """

@@ -1,4 +1,4 @@
-"""What every part needs of the host: settings, locks, and which files may be trusted.
+"""Host services that all packages share: settings, locks and file permissions.
 
-It needs nothing but the standard library.
+It needs only the standard library.
 """

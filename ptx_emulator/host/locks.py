@@ -1,4 +1,4 @@
-"""Locks that a forked child does not inherit from threads that it does not have."""
+"""Locks that stay usable in a forked child."""
 
 import os
 import threading
@@ -10,14 +10,14 @@ _locks: "weakref.WeakSet[ForkSafeLock]" = weakref.WeakSet()
 
 
 class ForkSafeLock:
-    """A reentrant lock for ``with``, free in a forked child unless the forking thread holds it.
+    """Reentrant lock that is free in a forked child unless the forking thread holds it.
 
-    A fork copies a lock that another thread holds, but not the thread that would release it: the
-    child would wait for ever.
+    A fork copies a lock that another thread holds, but not the thread that would release it. The
+    child would wait forever.
 
     Args:
-        on_orphaned: called in a child whose parent forked while another thread held the lock,
-            to bring in order what the lock guards.
+        on_orphaned: Called in a child whose parent forked while another thread held the lock, to
+            repair the state that the lock guards.
     """
 
     def __init__(self, on_orphaned: Callable[[], object] | None = None) -> None:

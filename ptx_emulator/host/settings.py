@@ -1,4 +1,4 @@
-"""Settings that the user gives in environment variables."""
+"""Settings from environment variables."""
 
 import os
 import warnings
@@ -12,18 +12,18 @@ _warned: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """Warn with ``message``, once a process however often it comes."""
+    """Warn with ``message``, at most once per process."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def boolean(source: str, text: str) -> bool:
-    """What ``text`` means: 1, true, yes, on or 0, false, no, off, in any case.
+    """Return the value of ``text``: 1, true, yes, on or 0, false, no, off, in any case.
 
     Args:
-        source: where the text comes from, for the error.
-        text: what the user wrote.
+        source: Origin of the text, for the error message.
+        text: Text that the user wrote.
 
     Raises:
         ValueError: ``text`` is none of these.
@@ -35,24 +35,24 @@ def boolean(source: str, text: str) -> bool:
 
 
 def kernel_cache_is_on() -> bool:
-    """Whether compiled kernels are kept on disk: yes, unless ``CUTE_KERNELS_CACHE`` says no.
+    """Return True if compiled kernels are cached on disk, unless ``CUTE_KERNELS_CACHE`` is false.
 
     Raises:
-        ValueError: the variable is neither empty nor a boolean.
+        ValueError: The variable is neither empty nor a boolean.
     """
     text = os.environ.get("CUTE_KERNELS_CACHE")
     return not text or boolean("CUTE_KERNELS_CACHE", text)
 
 
 def cache_root() -> Path | None:
-    """The folder for what is compiled: kernels, and the emulator's library in a folder of its own.
+    """Return the cache folder for compiled kernels and, in a subfolder, the emulator's library.
 
-    ``CUTE_KERNELS_CACHE_DIR`` names it; by default it is ``cute_kernels`` in the user's cache
-    folder (``XDG_CACHE_HOME`` or ``~/.cache``).
+    ``CUTE_KERNELS_CACHE_DIR`` names it. The default is ``cute_kernels`` in the user's cache folder
+    (``XDG_CACHE_HOME`` or ``~/.cache``).
 
     Returns:
-        The folder, which need not exist; None, with a warning, if it is in the home folder of a
-        user who has none.
+        The folder, which may not exist yet. None, with a warning, if it would be in the home folder
+        of a user who has none.
     """
     chosen = os.environ.get("CUTE_KERNELS_CACHE_DIR")
     path = Path(chosen or os.environ.get("XDG_CACHE_HOME") or "~/.cache")
@@ -60,7 +60,8 @@ def cache_root() -> Path | None:
         path = path.expanduser()
     except RuntimeError as error:
         warn_once(
-            f"what is compiled is not kept on disk, the cache folder would be in {path}: {error} Set CUTE_KERNELS_CACHE_DIR"
+            f"compiled code is not cached on disk, the cache folder would be in {path}: {error} "
+            "Set CUTE_KERNELS_CACHE_DIR"
         )
         return None
     return path if chosen else path / "cute_kernels"

@@ -13,7 +13,7 @@ void need_in_smem(CTA* c, u32 offset, u64 bytes, const char* what) {
              bytes, SMEM_BASE, c->smem.size());
 }
 
-// Of another CTA, or out of bounds.
+// An address of another CTA, or out of bounds.
 u8* remote_shared_pointer(Warp& w, u32 address, u32 bytes, CTA** owner) {
     CTA* c = cta_at(w.cta->cluster, rank_of(address), "a shared address");
     need_in_smem(c, offset_of(address), bytes, "shared access");

@@ -1,4 +1,4 @@
-// Moves and selections; what is arithmetic on floats, what on integers.
+// Moves and selections; dispatch of arithmetic to floats or integers.
 #include "alu.h"
 
 #include "memory.h"
@@ -34,7 +34,7 @@ INSTRUCTION(void, unpack, UNPACK) {
     const int bits = type_bits(in.type) / parts.count;
     u64 scratch[32], packed[32] = {};
     const Source s = source(w, operand(in, 1), scratch);
-    FOR_LANES (lane, mask) packed[lane] = s[lane];  // a part may be the source
+    FOR_LANES (lane, mask) packed[lane] = s[lane];  // the target may be a source
     for (int i = 0; i < parts.count; i++)
         if (u64* d = target(w, element(parts, i)))
             FOR_LANES (lane, mask) d[lane] = zero_extend(packed[lane] >> (i * bits), bits);

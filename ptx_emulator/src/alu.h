@@ -9,7 +9,7 @@ float float_minmax(const Instruction& in, float a, float b, bool minimum);
 bool compare(const Instruction& in, u8 type, u64 a, u64 b);         // compare.cpp
 double number_of(u8 type, u64 bits);                                // convert.cpp
 void integer_arithmetic(Warp& w, const Instruction& in, u32 mask);  // integer.cpp
-// What atom, red and redux make of two integers (atomics.cpp).
+// The result of atom, red and redux for two integers (atomics.cpp).
 u64 integer_reduced(u8 op, u8 type, u64 a, u64 b, u64 swap = 0);
 
 // d = f(a, b, c, e, lane) for every lane of the mask, from operands 1..count.

@@ -21,7 +21,7 @@ void copy_params(const Program& program, void** args) {
         memcpy(machine.params + program.param_offset[i], args[i], program.param_size[i]);
 }
 
-// Where the error happened, if an instruction was being executed.
+// The position of the error, if an instruction was being executed.
 std::string position() {
     const Machine& m = machine;
     if (!m.program || !m.instruction) return "";
@@ -98,7 +98,7 @@ void emu_stats(u64* out) { memcpy(out, &total, sizeof total); }
 int emu_num_stats() { return sizeof(Stats) / sizeof(u64); }
 void emu_reset_stats() { total = Stats(); }
 void emu_forget_launch() {
-    // What a fork left of a launch in another thread may be in any state: it is put out of sight.
+    // A fork may leave a launch of another thread in any state: leak it instead of destroying it.
     new (&machine.resident) decltype(machine.resident)();
     new (&machine.events) decltype(machine.events)();
     reset_machine();

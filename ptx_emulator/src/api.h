@@ -1,4 +1,4 @@
-// What the CUDA runtime entry points need of the machine.
+// The machine's interface for the CUDA runtime entry points.
 #pragma once
 #include <cstdint>
 

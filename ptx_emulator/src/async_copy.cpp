@@ -38,7 +38,7 @@ INSTRUCTION(void, copy, CP_ASYNC) {
     }
 }
 
-// aux: how many groups may stay pending; -1 waits for everything, committed or not.
+// aux: number of groups that may stay pending; -1 waits for everything, committed or not.
 INSTRUCTION(Status, wait, CP_ASYNC_WAIT) {
     const bool all = in.aux < 0;
     const size_t keep = all ? 0 : (size_t)in.aux;
@@ -60,7 +60,7 @@ INSTRUCTION(Status, wait, CP_ASYNC_WAIT) {
 
 // cp.async.mbarrier.arrive: arrives once the lane's earlier copies have landed.
 INSTRUCTION(void, arrive, CP_ASYNC_MBAR) {
-    const bool counted = in.sub;  // .noinc: the arrival is one of those that init counted
+    const bool counted = in.sub;  // .noinc: init counted this arrival
     FOR_LANES (lane, mask) {
         const SharedPlace barrier = shared_place(w, in, 0, lane, 8);
         if (!counted) mbarrier_expect_arrival(barrier.owner, barrier.offset);

@@ -89,7 +89,7 @@ INSTRUCTION(Status, cluster_wait, CLUSTER_WAIT) {
     return OK;
 }
 
-// bar.warp.sync: the lanes that it names meet.
+// bar.warp.sync: the named lanes wait for each other.
 INSTRUCTION(Status, meet, BARWARP) {
     const u32 members = (u32)value_of(w, in, 0, first_lane(mask));
     return members & w.alive & ~mask ? CONVERGE : OK;

@@ -1,4 +1,4 @@
-// cp.async.bulk: contiguous copies, and the groups that stores are waited for by.
+// cp.async.bulk: contiguous copies, and the groups that wait for stores.
 #include <algorithm>
 #include <cstring>
 
@@ -100,7 +100,7 @@ INSTRUCTION(void, commit, BULK_COMMIT, CP_ASYNC_COMMIT) {
     FOR_LANES (lane, mask) (in.op == BULK_COMMIT ? w.bulk_stores : w.copies).commit(lane);
 }
 
-// aux: how many groups may stay pending; .read waits for their sources only.
+// aux: number of groups that may stay pending; .read waits for reads of their sources only.
 INSTRUCTION(Status, wait, BULK_WAIT) {
     const size_t keep = (size_t)in.aux;
     const bool only_reads = in.flags & F_READ;
@@ -119,7 +119,7 @@ INSTRUCTION(Status, wait, BULK_WAIT) {
             u32& known = w.clock[agent_of(w, STORE_AGENT)];
             for (size_t i = 0; i < waited; i++) known = std::max(known, groups[i]->clock);
         }
-        // Groups that nobody has waited for stay, even if they happen to be complete.
+        // Groups that no instruction has waited for stay, even if they are complete.
         for (size_t i = 0; i < waited && !groups.front()->reads && !groups.front()->writes; i++)
             groups.pop_front();
     }

@@ -29,7 +29,7 @@ static u64 integer_to_integer(const Instruction& in, u8 to, u8 from, u64 v) {
         const i128 high = ((i128)1 << (is_signed(to) ? to_bits - 1 : to_bits)) - 1;
         return zero_extend((u64)std::min(high, std::max(low, x)), to_bits);
     }
-    // A narrow signed result is sign-extended to the register it goes to.
+    // A narrow signed result is sign-extended to the width of its register.
     return zero_extend((u64)sign_extend((u64)x, to_bits),
                        is_signed(to) ? std::max(32, to_bits) : to_bits);
 }
@@ -112,7 +112,7 @@ static u64 convert_scalar(const Instruction& in, u8 to, u8 from, u64 v) {
     return to_float ? float_to_float(in, to, x) : float_to_integer(in, to, x);
 }
 
-// The element of a packed narrow type, and how many there are; T_NONE for other types.
+// The element type and count of a packed narrow type; T_NONE for other types.
 struct Packed {
     u8 element;
     int count;

@@ -1,6 +1,6 @@
 // The CUDA runtime entry points that CuTe DSL's compiled host code calls, served by the emulator.
-// The names and signatures are those of NVIDIA's libcute_dsl_runtime.so, in whose place
-// CUTE_DSL_LIBS puts this library.
+// Names and signatures match NVIDIA's libcute_dsl_runtime.so.  CUTE_DSL_LIBS replaces it with this
+// library.
 #include <elf.h>
 
 #include <algorithm>
@@ -16,9 +16,9 @@ struct Device {
     int num_sms = 4, major = 10, minor = 0;
 } device;
 
-// A loaded library is known by a hash of its cubin, because kernels of different compilations may
-// have the same name.  Programs are registered under "<hash>:<name>".  Handles are addresses of
-// these.
+// A loaded library is identified by a hash of its cubin, because kernels of different compilations
+// may have the same name.  Programs are registered under "<hash>:<name>".  Handles are addresses of
+// these objects.
 std::set<std::string> libraries, kernels;
 void* handle(std::set<std::string>& known, const std::string& key) {
     return (void*)&*known.insert(key).first;

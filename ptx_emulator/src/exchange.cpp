@@ -2,7 +2,7 @@
 #include "alu.h"
 #include "numbers.h"
 
-// All named lanes that are alive have come here.
+// True if all named lanes that are alive have arrived.
 static bool gathered(const Warp& w, u32 members, u32 mask) { return !(members & w.alive & ~mask); }
 
 static void shuffle(Warp& w, const Instruction& in, u32 mask) {

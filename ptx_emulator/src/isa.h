@@ -1,4 +1,4 @@
-// The instruction set in the form in which the parser hands it over: opcodes, types, operands.
+// The instruction set that the parser emits: opcodes, types, operands.
 // The parser reads the opcode and type names from the library, so only the flags, the operand
 // kinds, the address spaces and the roundings are spelt in both places (isa.py).
 #pragma once
@@ -9,7 +9,7 @@
 using u8 = uint8_t;
 using u16 = uint16_t;
 using u32 = uint32_t;
-using u64 = unsigned long long;  // as printf knows it
+using u64 = unsigned long long;  // the type of printf's %llu
 using i8 = int8_t;
 using i16 = int16_t;
 using i32 = int32_t;
@@ -101,7 +101,7 @@ enum Comparison : u8 {
     CMP_LE,
     CMP_GT,
     CMP_GE,
-    CMP_EQU,  // true of NaN, and so on in the order of those above
+    CMP_EQU,  // unordered comparisons, true if an operand is NaN; in the order of the ordered ones
     CMP_NEU,
     CMP_LTU,
     CMP_LEU,

@@ -1,4 +1,4 @@
-// The life of a grid: clusters come and go until all have run.
+// Grid launches: clusters start and retire until all have run.
 #include <algorithm>
 #include <cstring>
 #include <set>
@@ -24,11 +24,11 @@ static void make_warps(CTA* c, u32 threads) {
     }
 }
 
-// Shared memory starts as garbage that no mbarrier would hold.
+// Shared memory starts as garbage that is no valid mbarrier.
 static void make_smem(CTA* c) {
     const size_t bytes = SMEM_BASE + machine.program->static_smem + machine.dynamic_smem;
     c->smem.assign((bytes + 15) / 16 * 16, 0xff);
-    // An mbarrier's live bit is the highest: all ones would pass for one that was initialised.
+    // The highest bit marks an initialised mbarrier, so all ones would look like one.
     for (size_t i = 7; i < c->smem.size(); i += 8) c->smem[i] = 0x7f;
     if (machine.chaos())
         for (size_t i = SMEM_BASE; i + 8 <= c->smem.size(); i += 8) {
@@ -98,7 +98,7 @@ void Machine::check_launch() const {
     if (cluster_size() > 16) fail("cluster of %u CTAs", cluster_size());
 }
 
-// Removes the clusters that have finished and lets others take their place.
+// Retires finished clusters and starts waiting ones.
 void Machine::retire_clusters() {
     const size_t before = resident.size();
     resident.erase(
@@ -107,7 +107,7 @@ void Machine::retire_clusters() {
     if (resident.size() != before) start_clusters();
 }
 
-// Warps that poll without blocking never stop: it is an error if nobody changes anything for long.
+// Warps that poll without blocking never stop: fail if nothing has changed for a long time.
 void Machine::check_progress() {
     if (epoch != busy_epoch || !events.empty()) {
         busy_epoch = epoch;

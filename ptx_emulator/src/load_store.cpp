@@ -5,7 +5,7 @@
 #include "memory.h"
 #include "races.h"
 
-// How many times shared memory is accessed for these words: one bank serves one word at a time.
+// Number of shared-memory accesses for these words: a bank serves one word at a time.
 template <class AddWords>
 static u32 wavefronts(AddWords add_words) {
     u32 words[128], count = 0, per_bank[32] = {}, most = 0;

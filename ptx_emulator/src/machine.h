@@ -24,10 +24,10 @@ struct Machine;
 struct Warp;
 
 // ---- data races on shared and tensor memory, found by vector clocks (races.cpp).
-// The agents of a cluster are, for each CTA, its warps, then the TMA loads, the bulk stores and the
+// For each CTA of a cluster, the agents are its warps, then the TMA loads, the bulk stores and the
 // wgmmas that each warp issued, then the tensor core.
 using Clock = std::vector<u32>;
-struct Actor {  // who accesses, and what it knows to have happened before
+struct Actor {  // an accessing agent, and the clock of what happened before its access
     u32 agent = 0;
     Clock clock;
     int line = 0;
@@ -37,7 +37,7 @@ struct LastWrite {
     u32 when = 0;
     int line = 0;
 };
-struct SyncClock {  // of a barrier: arrivals of the open phase, and of all completed ones
+struct SyncClock {  // clocks of a barrier: arrivals of the open phase, and of all completed phases
     Clock gathering, released;
 };
 
@@ -48,7 +48,7 @@ struct CopyGroup {
     u32 clock = 0;   // race detection: the newest operation of the group
 };
 using CopyGroupPtr = std::shared_ptr<CopyGroup>;
-struct CopyGroups {  // of each lane: those that were committed, and the one that is open
+struct CopyGroups {  // by lane: the committed groups, and the open group
     std::deque<CopyGroupPtr> committed[32];
     CopyGroupPtr open[32];
     const CopyGroupPtr& opened(int lane) {
@@ -61,8 +61,8 @@ struct CopyGroups {  // of each lane: those that were committed, and the one tha
     }
 };
 
-// What became of an instruction: executed; to be tried again once something has changed; to be
-// tried again once the other lanes of the warp have come here.
+// Result of an instruction. OK: it was executed. BLOCK: try again after the machine has changed.
+// CONVERGE: try again when the other lanes of the warp have arrived.
 enum Status : u8 { OK, BLOCK, CONVERGE };
 
 using Deferred = std::function<void()>;
@@ -88,7 +88,7 @@ struct Warp {
     int waiting_on_barrier = -1;
     u64 barrier_generation = 0, cluster_generation = 0;
     bool cluster_arrived = false;
-    Clock clock;  // race detection: what the warp knows, and the clocks of committed wgmma groups
+    Clock clock;  // race detection: the warp's vector clock, and clocks of committed wgmma groups
     std::deque<u32> wgmma_clocks;
     u64* reg(i32 r) { return registers.data() + (size_t)r * 32; }
 };
@@ -111,7 +111,7 @@ struct CTA {
     // By 4 bytes: the last generic-proxy writer (thread + 1, in the top 16 bits) and when it wrote.
     std::vector<u64> proxy_shadow;
     std::vector<u32> tmem;
-    u32 tmem_used = 0;  // units that are allocated, a bit for each
+    u32 tmem_used = 0;  // bit mask of the allocated units
     bool tmem_permit_given_up = false;
     NamedBarrier barriers[16];
     std::vector<Warp> warps;
@@ -153,7 +153,7 @@ struct Stats {
 
 struct Event {
     u64 when, sequence;
-    Warp* issuer;  // null where only global memory is touched
+    Warp* issuer;  // null if only global memory is touched
     const Instruction* instruction;
     Deferred run;
     bool operator<(const Event& o) const {  // std::priority_queue puts the largest first
@@ -189,7 +189,7 @@ struct Machine {
     std::mt19937_64 rng;
     std::map<u64, u64> ranges, module_ranges;  // start -> end of the memory a kernel may touch
     u64 busy_epoch = 0, busy_insns = 0;        // when the epoch last changed
-    const Instruction* instruction = nullptr;  // that is being executed, and by whom
+    const Instruction* instruction = nullptr;  // the current instruction, and its warp
     Warp* warp = nullptr;
     bool in_event = false;
 
@@ -229,14 +229,14 @@ Source source(Warp& w, const Operand& o, u64* scratch);
 inline const Operand& operand(const Instruction& in, int i) {
     return machine.program->operands[in.operands + i];
 }
-// Element i of an operand that is a vector, or the operand itself where it is not.
+// Element i of a vector operand; the operand itself if it is not a vector.
 inline const Operand& element(const Operand& o, u32 i) {
     return o.kind == K_VEC ? machine.program->operands[o.reg + i] : o;
 }
 std::string name_of(const Warp& w);
 u64 value_of(Warp& w, const Operand& o, int lane);
 u64 address_of(Warp& w, const Operand& o, int lane);
-// Of operand i.
+// Value and address of operand i.
 inline u64 value_of(Warp& w, const Instruction& in, int i, int lane) {
     return value_of(w, operand(in, i), lane);
 }
@@ -253,9 +253,9 @@ Status need_full_warp(const Warp& w, u32 mask, const char* what);
          rest_##lane && ((lane = __builtin_ctz(rest_##lane)), true); \
          rest_##lane &= rest_##lane - 1)
 
-// ---- instructions: INSTRUCTION(void, f, ADD, SUB) { ... } defines what executes these opcodes,
-// f(w, in, mask), which returns nothing or a Status; EXECUTES(f, ADD) says it of a function that
-// there is.
+// ---- instructions: INSTRUCTION(void, f, ADD, SUB) { ... } defines the function f(w, in, mask)
+// that executes these opcodes; it returns nothing or a Status. EXECUTES(f, ADD) registers an
+// existing function.
 using Execute = Status (*)(Warp& w, const Instruction& in, u32 mask);
 extern Execute executions[NUM_OPCODES];
 template <auto f>

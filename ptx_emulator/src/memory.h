@@ -27,7 +27,7 @@ struct SharedPlace {
     u8* pointer;
 };
 SharedPlace shared_place(Warp& w, const Instruction& in, int i, int lane, u32 bytes);
-// The CTAs that a multicast names by a mask, operand i, or the one of an address where it is none.
+// The CTAs in the multicast mask, operand i; without multicast, the CTA of the address.
 u32 destinations(Warp& w, const Instruction& in, int i, int lane, u32 address, const char* what);
 // Any space; checks alignment and bounds.
 u8* resolve(Warp& w, u8 space, u64 address, u32 bytes, int lane, bool write);
@@ -44,7 +44,7 @@ void note_async_write(CTA* c, u32 offset, u32 bytes, const Actor& by, u64 issuer
 
 // ---- mbarriers (mbarrier.cpp)
 bool mbarrier_done(CTA* c, u32 offset, u64 phase_parity);
-void mbarrier_expect_arrival(CTA* c, u32 offset);  // one more in the open phase
+void mbarrier_expect_arrival(CTA* c, u32 offset);  // expects one more arrival in the open phase
 // Returns the state before the arrival.
 u64 mbarrier_arrive(CTA* c, u32 offset, u32 count);
 void mbarrier_transaction(CTA* c, u32 offset, i64 bytes);
@@ -55,7 +55,7 @@ void mbarrier_complete(CTA* c, u32 offset, u32 bytes, const Actor& by);
 // A load into the same offset of CTAs of the cluster, whose mbarriers then get the bytes.
 void post_load(Warp& w, const Instruction& in, int lane, u32 ranks, u32 offset, u32 bytes,
                u32 barrier, const char* what, std::function<void(CTA*)> write);
-// The reading half, then the writing half, of a store from shared to global memory.
+// The read, then the write, of a store from shared to global memory.
 void post_store(CTA* source, std::vector<CopyGroupPtr> groups,
                 std::function<void(std::vector<u8>&)> read,
                 std::function<void(const std::vector<u8>&)> write);

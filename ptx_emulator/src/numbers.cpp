@@ -15,8 +15,8 @@ RoundingScope::RoundingScope(u8 rounding) : saved_(fegetround()) {
 }
 RoundingScope::~RoundingScope() { fesetround(saved_); }
 
-// The code of a number that the format has, without its sign: the leading one of a normal number
-// adds 1 to the exponent.
+// The code of a representable number, without its sign: the leading one of a normal number adds 1
+// to the exponent.
 static u32 code_of(double rounded, int mantissa, int bias) {
     const int exponent = std::max(exponent_of_normal(rounded), 1 - bias);
     return ((exponent + bias - 1) << mantissa) + (u32)(rounded * pow2(mantissa - exponent));
@@ -83,7 +83,7 @@ MiniFormat mini_format(u8 type) {
     }
     fail("type %d is not a narrow float", type);
 }
-// The exponent of |x|.  The sign is ignored, and what overflows is NaN without .satfinite.
+// The exponent of |x|.  The sign is ignored, and overflow gives NaN without .satfinite.
 u32 encode_ue8m0(double x, u8 rounding, bool satfinite) {
     if (rounding != RZ && rounding != RP) fail("ue8m0 is rounded by .rz or .rp");
     constexpr u32 NOT_A_NUMBER = 255, LARGEST = 254;

@@ -18,7 +18,7 @@ inline double bits_double(u64 x) { return bits_as<double>(x); }
 inline float flush_subnormal(float f) {
     return std::fpclassify(f) == FP_SUBNORMAL ? std::copysign(0.f, f) : f;
 }
-// Of normal doubles only.
+// For normal doubles only.
 inline double pow2(int e) { return bits_double((u64)(e + 1023) << 52); }
 inline int exponent_of_normal(double v) { return (int)(double_bits(v) >> 52 & 0x7ff) - 1023; }
 

@@ -3,7 +3,7 @@
 #include "numbers.h"
 #include "tensor.h"
 
-constexpr u32 ADDRESS_MASK = 0x3ffff;  // what a descriptor's start address can reach
+constexpr u32 ADDRESS_MASK = 0x3ffff;  // range of a descriptor's start address
 
 MatrixDescriptor decode_descriptor(u64 bits, const char* what) {
     if ((bits >> 49) & 7) fail("%s: a base offset in a matrix descriptor is not modelled", what);

@@ -1,4 +1,4 @@
-// Which generic-proxy writes the async proxy may see.
+// Checks that the async proxy sees generic-proxy writes only after a fence.
 #include "memory.h"
 #include "races.h"
 
@@ -11,7 +11,7 @@ void note_generic_write_unraced(Warp& w, int lane, u32 address, u32 bytes) {
     if (!machine.config.check_fences) return;
     CTA* c;
     shared_pointer(w, address, bytes, &c);
-    // Writes by another CTA are not followed: its fence is as good as that of the owner.
+    // Writes by another CTA are not tracked: a fence of that CTA would order them as well.
     const u64 tag = c == w.cta ? (u64)(w.id * 32 + lane + 1) << THREAD_SHIFT | machine.writes++ : 0;
     const u32 offset = offset_of(address);
     for (u32 i = offset / 4; i < word_after(offset, bytes); i++) c->proxy_shadow[i] = tag;

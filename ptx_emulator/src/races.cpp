@@ -52,7 +52,7 @@ static Actor issue(Warp& w, u32 agent) {
     if (!races_on) return {};
     Actor a{agent, w.clock, machine.line()};
     a.clock[agent] = ++w.cta->tensor_core.clock[agent];
-    // What the warp does from here on is not ordered before the operation.
+    // Later accesses of the warp are not ordered before the operation.
     w.clock[agent_of(w, WARP_AGENT)]++;
     return a;
 }
@@ -72,7 +72,7 @@ static std::string name_of(const CTA* c, u32 agent, int line) {
     return name;
 }
 
-// A write that shares its word with others' (part) is not compared with the last write.
+// A write to a part of a word is not compared with the last write of the word.
 static void touch(CTA* c, size_t cell, bool write, bool part, const Actor& by, const char* where,
                   u32 at) {
     LastWrite& last = c->last_writes[cell];
@@ -104,7 +104,7 @@ void race_shared(Warp& w, u32 address, u32 bytes, bool write) {
     if (!races_on) return;
     CTA* c;
     shared_pointer(w, address, bytes, &c);
-    // Lends the warp's clock to an actor instead of copying it.
+    // Moves the warp's clock into an actor and back, instead of copying it.
     struct Lent {
         Warp& w;
         Actor actor;

@@ -5,8 +5,8 @@
 enum AgentKind : u32 { WARP_AGENT, LOAD_AGENT, STORE_AGENT, WGMMA_AGENT };
 
 extern bool races_on;
-extern const Actor* acting;  // the asynchronous operation that is being carried out, if any
-struct ActingScope {         // makes an actor the one that is being carried out
+extern const Actor* acting;  // the current asynchronous operation, or null
+struct ActingScope {         // makes an actor the current one
     explicit ActingScope(const Actor& a) { acting = races_on ? &a : nullptr; }
     ~ActingScope() { acting = nullptr; }
 };

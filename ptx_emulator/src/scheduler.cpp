@@ -1,4 +1,4 @@
-// Which warp runs next, and how far; divergence; when asynchronous work happens.
+// Scheduling of warps, divergence, and asynchronous work.
 #include <algorithm>
 
 #include "machine.h"
@@ -61,7 +61,7 @@ void try_converge(Warp& w) {
     w.stalled = 0;
 }
 
-// mask: the lanes that came here; taken: those whose guard lets them execute.
+// mask: the lanes at this instruction; taken: the lanes whose guard is true.
 void branch(Warp& w, const Instruction& in, u32 mask, u32 taken, u32 pc) {
     if (in.op == BRA && taken == mask) {
         set_pc(w, mask, (u32)in.aux);
@@ -99,8 +99,8 @@ u32 guarded(Warp& w, const Instruction& in, u32 mask) {
     return taken;
 }
 
-// The lanes that run next: those with the lowest pc that are not stalled, so that diverged lanes
-// meet again; now and then, in chaos, any others.
+// The lanes that run next: the lanes with the lowest pc that are not stalled, so that diverged
+// lanes converge again; in chaos mode, now and then any other lanes.
 bool pick_lanes(Warp& w, bool any, u32* mask, u32* pc) {
     if (w.converged) {
         *mask = w.alive;
@@ -131,11 +131,11 @@ void Machine::post(Deferred run, u64* chain) {
     if (chaos()) when += 1 + rng() % (rng() % 8 ? 200 : 4000);
     if (chain) *chain = when = std::max(when, *chain);
     if (!in_event)
-        warp->cta->cluster->in_flight++;  // what an event posts touches global memory only
+        warp->cta->cluster->in_flight++;  // work that an event posts touches global memory only
     events.push({when, sequence++, in_event ? nullptr : warp, instruction, std::move(run)});
 }
 
-// Runs what is due; force moves the time on to the next event.
+// Runs the events that are due; force advances time to the next event.
 bool Machine::run_events(bool force) {
     if (events.empty()) return false;
     if (force) now = std::max(now, events.top().when);

@@ -120,7 +120,7 @@ void multiply_scaled(CTA* c, const MmaArguments& m, const Operands& ops, double*
                      scale_exponents(scale_b).data());
 }
 
-// The part of one CTA: its rows of A and D, all of B.
+// The work of one CTA: its rows of A and D, all of B.
 void run_in(CTA* c, const MmaArguments& m, const std::vector<float>& b, u8 type_a, u8 type_b) {
     const u32 rows = m.rows(), n = m.n(), column = m.d & 0xffff;
     const bool fp16 = m.fp16_accumulators();
@@ -157,7 +157,7 @@ void run(CTA* lead, const MmaArguments& m) {
              type_b = operand_type(m.kind, m.bits(10, 3));
     const u32 ctas = m.pair ? 2 : 1, rows_b = m.n() / ctas, depth = m.k();
     CTA* cta[2] = {lead, m.pair ? pair_peer(lead, "tcgen05.mma.cta_group::2") : nullptr};
-    std::vector<float> b((size_t)m.n() * depth);  // each CTA holds its share of B
+    std::vector<float> b((size_t)m.n() * depth);  // each CTA of a pair stores half of B
     for (u32 i = 0; i < ctas; i++)
         load_tile(cta[i], m.b, m.bits(16, 1), type_b, rows_b, depth, &b[(size_t)i * rows_b * depth],
                   m.fenced, "tcgen05.mma B");

@@ -85,8 +85,8 @@ TensorMap tensor_map_at(Warp& w, u64 address) {
     return map;
 }
 
-// A kernel that makes a tensor map by itself keeps the address bits that the format has room for,
-// by an AND (see lower_alu.py).  What it drops would be read from elsewhere without a word.
+// A kernel that makes a tensor map itself masks the address to the bits of the format (see
+// lower_alu.py).  If it dropped other bits, TMA would silently read another address.
 INSTRUCTION(void, tensor_map_address, TMAP_ADDRESS) {
     FOR_LANES (lane, mask) {
         const u64 address = value_of(w, in, 1, lane);
@@ -95,8 +95,8 @@ INSTRUCTION(void, tensor_map_address, TMAP_ADDRESS) {
     }
 }
 
-// What cuTensorMapEncodeTiled does, of the hardware's element type and swizzle.  Returns null, or
-// why the map is invalid.
+// Like cuTensorMapEncodeTiled, with the hardware's codes of element type and swizzle.  Returns
+// null, or why the map is invalid.
 extern "C" const char* emu_tensor_map_encode(void* out, int type, u32 rank, u64 address,
                                              const u64* dims, const u64* strides, const u32* box,
                                              int swizzle) {

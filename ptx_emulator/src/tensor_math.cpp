@@ -1,4 +1,4 @@
-// How tensor cores add.
+// Accumulation of tensor cores.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -7,9 +7,9 @@
 #include "tensor.h"
 
 static constexpr i32 NOT_FINITE = 4096;  // an exponent above all others
-static constexpr i32 NONE = -1000;       // an exponent below all others, whatever is added to it
+static constexpr i32 NONE = -1000;       // an exponent below all others, also after additions
 static constexpr i32 LOWEST_TOP = -133;
-static i32 zero_exponent(Adder r) { return r.hopper ? NONE : -126; }
+static i32 zero_exponent(AccumulationModel r) { return r.hopper ? NONE : -126; }
 
 static int min_exponent(u8 type) {
     switch (type) {
@@ -27,7 +27,7 @@ static i32 exponent_of(double v, int lowest, i32 zero) {
     return biased == 0 ? zero : biased == 0x7ff ? NOT_FINITE : std::max(biased - 1023, lowest);
 }
 
-static double round_sum(double sum, Adder r) {
+static double round_sum(double sum, AccumulationModel r) {
     if (sum == 0) return 0;
     if (!r.fp16) {
         if (std::fabs(sum) < pow2(-126)) {
@@ -42,12 +42,12 @@ static double round_sum(double sum, Adder r) {
     if ((double)t != sum) t = bits_float(float_bits(t) | 1);
     return half_to_float(float_to_half(t));
 }
-static double finish(double sum, Adder r) {
+static double finish(double sum, AccumulationModel r) {
     const double rounded = round_sum(sum, r);
     return r.hopper && rounded == 0 ? 0 : rounded;  // never -0
 }
 
-static std::vector<i32> exponents(const float* v, size_t count, u8 type, Adder r) {
+static std::vector<i32> exponents(const float* v, size_t count, u8 type, AccumulationModel r) {
     std::vector<i32> e(count);
     const int lowest = min_exponent(type);
     for (size_t i = 0; i < count; i++) e[i] = exponent_of(v[i], lowest, zero_exponent(r));
@@ -61,7 +61,7 @@ static double add_not_finite(double c, const float* a, const float* b, u32 k, i3
 }
 
 static double add_products(double c, const float* a, const float* b, const i32* ea, const i32* eb,
-                           u32 k, i32 scale, Adder adder) {
+                           u32 k, i32 scale, AccumulationModel adder) {
     i32 top = -8192;
     for (u32 i = 0; i < k; i++) top = std::max(top, ea[i] + eb[i]);
     const i32 ec = exponent_of(c, adder.fp16 ? -14 : -126, zero_exponent(adder));
@@ -79,7 +79,7 @@ static double add_products(double c, const float* a, const float* b, const i32* 
     return finish((double)sum * pow2(top - adder.fraction), adder);
 }
 
-void multiply_add(const Operands& ops, double* acc, Adder adder, const i32* scale_a,
+void multiply_add(const Operands& ops, double* acc, AccumulationModel adder, const i32* scale_a,
                   const i32* scale_b) {
     const std::vector<i32> ea = exponents(ops.a, (size_t)ops.m * ops.k, ops.type_a, adder);
     const std::vector<i32> eb = exponents(ops.b, (size_t)ops.n * ops.k, ops.type_b, adder);
@@ -103,7 +103,7 @@ Scale decode_scale(u8 type, u8 code) {
 static double add_fp4(double c, const float* a, const float* b, const Scale* sa, const Scale* sb,
                       u32 k, u32 block) {
     constexpr u32 EXACT = 16;  // products that are added before the scales apply
-    const Adder r = BLACKWELL_FP4;
+    const AccumulationModel r = BLACKWELL_FP4;
     double terms[8];
     i32 term_exponents[8], top = exponent_of(c, -126, zero_exponent(r));
     bool finite = std::isfinite(c);

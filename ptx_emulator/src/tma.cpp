@@ -7,14 +7,14 @@
 #include "races.h"
 
 using Coordinates = std::array<i32, 5>;
-constexpr u32 GRANULE = 16;          // bytes that a swizzle moves as one
+constexpr u32 GRANULE = 16;          // bytes that a swizzle moves as one unit
 constexpr u32 SMEM_ALIGNMENT = 128;  // of a box in shared memory, swizzled or not
 
-// The part of one granule that lies inside the tensor.
+// The bytes of one granule that lie inside the tensor.
 struct Piece {
-    u32 offset;   // of the granule, from the start of the box, before swizzling
+    u32 offset;   // offset of the granule from the start of the box, before swizzling
     u64 address;  // global
-    u32 skip;     // bytes of the granule before the part
+    u32 skip;     // bytes of the granule before them
     u32 bytes;    // 0: all of the granule is outside
 };
 template <class F>
@@ -84,7 +84,7 @@ INSTRUCTION(void, tma_load, TMA_G2S) {
                  SMEM_ALIGNMENT);
         const u32 box_bytes = map.box_bytes(), barrier = shared_address(w, in, 3, lane);
         post_load(w, in, lane, ranks, offset, boxes * box_bytes, barrier, "TMA load", [=](CTA* d) {
-            // Rows of gather4 lie one after the other, and swizzles are those of addresses.
+            // The rows of gather4 are contiguous, and swizzles apply to addresses.
             for (u32 i = 0; i < boxes; i++)
                 load_box(d, offset + i * box_bytes, map,
                          boxes > 1 ? Coordinates{at[0], at[1 + i]} : at);

@@ -15,7 +15,7 @@ static u32 units_of(u32 column, u32 count) {  // as in CTA::tmem_used
 
 CTA* pair_peer(CTA* c, const char* what) { return cta_at(c->cluster, c->rank ^ 1, what); }
 
-// Operands: where in shared memory to write the address, columns.
+// Operands: shared-memory address that receives the tensor-memory address, columns.
 INSTRUCTION(Status, allocate, TC_ALLOC) {
     if (Status s = need_full_warp(w, mask, "tcgen05.alloc")) return s;
     CTA* c = w.cta;
@@ -65,7 +65,7 @@ enum Shape { S32x32b, S16x64b, S16x128b, S16x256b };
 struct Cell {
     u32 lane, column;
 };
-// Where register i of a lane lies, from the first lane and column of the access.
+// Lane and column of register i of a lane, relative to the first lane and column of the access.
 Cell cell_of(Shape shape, u32 i, u32 lane) {
     switch (shape) {
         case S32x32b:
@@ -96,7 +96,7 @@ void load(Warp& w, const Access& a, const Operand& to) {
         if (u64* d = target(w, element(to, i)))
             for (int t = 0; t < 32; t++) d[t] = a.cell(c, i, t);
 }
-// In chaos the values reach tensor memory at tcgen05.wait::st, which a kernel may have forgotten.
+// In chaos mode the values reach tensor memory at tcgen05.wait::st, to expose missing waits.
 // Loads have no such delay: kernels may use a register without tcgen05.wait::ld, as NVIDIA's do.
 void store(Warp& w, const Access& a, const Operand& from) {
     CTA* c = w.cta;

@@ -64,7 +64,7 @@ void run(Warp& w, const Instruction& in, const WgmmaArguments& args) {
         each_output(w, d, n, fp16, acc, [&](double& sum, u64* cell, int half) {
             sum = fp16 ? half_to_float((u16)(*cell >> (16 * half))) : bits_float((u32)*cell);
         });
-    const Adder adder = fp8 ? HOPPER_FP8 : HOPPER;
+    const AccumulationModel adder = fp8 ? HOPPER_FP8 : HOPPER;
     multiply_add({a.data(), b.data(), type_a, type_b, WARP_ROWS, n, depth}, acc.data(),
                  fp16 ? with_fp16(adder) : adder);
     each_output(w, d, n, fp16, acc, [&](double& sum, u64* cell, int half) {

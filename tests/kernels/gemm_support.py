@@ -195,7 +195,7 @@ class Product:
             made = [torch.full(t.shape, _POISON, dtype=U8) for t in tiles]
             compiled(before)(tensors[1], made[0], tensors[4], made[1], 0, num_sms)
             tensors[1], tensors[4] = made
-        counter = offs.new_zeros(1) if self.config.mixes_groups else None
+        counter = offs.new_zeros(1) if self.config.uses_dynamic_scheduling else None
         given = {"offs": offs, "rows": None, "bias": bias, "alpha": alpha, "out": out}
         return GemmArguments(*tensors, **given, num_sms=num_sms, counter=counter)
 

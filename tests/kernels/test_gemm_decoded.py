@@ -87,7 +87,7 @@ def test_every_code_and_scale(name):
         product.a = quantize(torch.eye(128), product.offs, product.a.fmt)
     b = product.b
     if b.amax is not None:
-        b.amax.fill_(1 / config.b_kind.level_factor)
+        b.amax.fill_(1 / config.b_kind.global_scale_factor)
     for part in (b.codes, b.scales):
         if part is not None:
             data = part.view(U8)

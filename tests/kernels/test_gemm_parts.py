@@ -6,9 +6,9 @@ import pytest
 
 import ptx_emulator as emulator
 from cute_kernels.kernels.gemm.choose import choose_config, split_launches
-from cute_kernels.kernels.gemm.common.problem import GemmProblem, RowPart
+from cute_kernels.kernels.gemm.common.problem import GemmProblem, RowRange
 from cute_kernels.kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
-from cute_kernels.kernels.gemm.sm90.split_launches import all_parts
+from cute_kernels.kernels.gemm.sm90.split_launches import all_split_launches
 from tests.helpers import assert_same_bytes
 
 from .gemm_support import m_grouped
@@ -47,20 +47,20 @@ def run(product, parts, num_sms, device):
 @pytest.mark.parametrize("kind", [*KINDS])
 def test_parts_take_every_row_once(kind, mean):
     parts = parts_of(kind, mean)
-    takes = [part.rows_taken for part in parts]
-    assert len({part.chunk for part in takes}) == 1
-    ranges = sorted((part.least, part.most) for part in takes)
+    takes = [part.handled_rows for part in parts]
+    assert len({part.chunk_rows for part in takes}) == 1
+    ranges = sorted((part.min_rows, part.max_rows) for part in takes)
     assert ranges[0][0] == 0
-    assert ranges[-1][1] == takes[0].chunk
+    assert ranges[-1][1] == takes[0].chunk_rows
     assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
     for config, part in zip(parts, takes, strict=True):
-        assert config.tile.rows >= part.most
+        assert config.tile.rows >= part.max_rows
         # Whole chunks are tiles of their kernel.
-        assert part.most < part.chunk or config.tile.rows == part.chunk
-    assert [part.follows for part in takes] == [i > 0 for i in range(len(takes))]
+        assert part.max_rows < part.chunk_rows or config.tile.rows == part.chunk_rows
+    assert [part.is_later for part in takes] == [i > 0 for i in range(len(takes))]
     # That with the rows of the mean comes first.
-    assert takes[0].least < min(mean, takes[0].chunk) <= takes[0].most
-    assert set(parts) <= set(all_parts(parts[0]))
+    assert takes[0].min_rows < min(mean, takes[0].chunk_rows) <= takes[0].max_rows
+    assert set(parts) <= set(all_split_launches(parts[0]))
 
 
 def test_small_products_and_single_groups_have_one_part():
@@ -80,11 +80,13 @@ def test_small_products_and_single_groups_have_one_part():
 
 def test_a_tile_must_hold_what_its_part_has():
     narrow = next(tile for tile in SM90_TILES if tile.swap_ab and tile.n == 64)
-    for part in (RowPart(128, 64, 128), RowPart(128, 32, 65), RowPart(32, 0, 32)):
+    for part in (RowRange(128, 64, 128), RowRange(128, 32, 65), RowRange(32, 0, 32)):
         with pytest.raises(ValueError, match="cannot hold"):
-            Sm90GemmConfig("nvfp4", tile=narrow, part=part)
+            Sm90GemmConfig("nvfp4", tile=narrow, row_range=part)
     with pytest.raises(ValueError, match="only an m_grouped product"):
-        Sm90GemmConfig("nvfp4", "k_grouped", tile=Sm90Tile(128, 128), part=RowPart(128, 0, 128))
+        Sm90GemmConfig(
+            "nvfp4", "k_grouped", tile=Sm90Tile(128, 128), row_range=RowRange(128, 0, 128)
+        )
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
@@ -133,4 +135,4 @@ def test_tensor_cores_multiply_little_that_is_not_asked_for():
     assert work(product, parts) < 1.25
     # As one kernel, which the mean would have chosen, with the columns of 64 or 128 in each tile.
     for tile in (Sm90Tile(256, 64, swap_ab=True, consumers=4), Sm90Tile(128, 128, swap_ab=True)):
-        assert work(product, (dataclasses.replace(parts[0], part=None, tile=tile),)) > 1.6
+        assert work(product, (dataclasses.replace(parts[0], row_range=None, tile=tile),)) > 1.6

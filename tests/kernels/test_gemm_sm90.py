@@ -16,7 +16,7 @@ from .op_support import each_mode
 
 def name_of(tile):
     ctas = f"x{tile.num_ctas}" if tile.num_ctas > 1 else ""
-    return f"{tile.m}x{tile.n}{ctas}{' fitted' * tile.fitted}"
+    return f"{tile.m}x{tile.n}{ctas}{' fitted' * tile.row_fitted}"
 
 
 M_TILES = {name_of(tile): tile for tile in SM90_TILES if tile.swap_ab}

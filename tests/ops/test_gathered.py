@@ -85,7 +85,7 @@ def check(op, arguments, rows, arch="sm_90a", **mode):
 
 NARROW, WIDE = (
     Sm90Tile(256, 16, swap_ab=True, consumers=4),
-    Sm90Tile(256, 160, swap_ab=True, fitted=True),
+    Sm90Tile(256, 160, swap_ab=True, row_fitted=True),
 )
 SWAPPED, SQUARE, TALL = Sm90Tile(128, 128, swap_ab=True), Sm90Tile(128, 128), Sm90Tile(256, 128)
 

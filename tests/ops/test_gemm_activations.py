@@ -32,7 +32,9 @@ from .test_gathered import index_of
 
 
 def _name(t):
-    last = " fitted" * getattr(t, "fitted", False) + " partial" * getattr(t, "swap_partial", False)
+    last = " fitted" * getattr(t, "row_fitted", False) + " partial" * getattr(
+        t, "swap_partial", False
+    )
     return f"{t.m}x{t.n}{'x2' * (t.num_ctas - 1)}{' swapped' * t.swap_ab}{last}"
 
 

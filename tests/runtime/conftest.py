@@ -1,3 +1,5 @@
+"""A fresh cache folder and empty caches in memory for every test of this folder."""
+
 import pytest
 
 from cute_kernels.runtime import cache, forget_kernels
@@ -6,10 +8,11 @@ from ptx_emulator.host import settings
 
 @pytest.fixture(autouse=True)
 def fresh_runtime(monkeypatch, tmp_path):
+    """Give the test an empty cache folder, and forget kernels, digests and warnings."""
     monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.delenv("CUTE_KERNELS_CACHE", raising=False)
     monkeypatch.setattr(settings, "_warned", set())
-    # A checkout may be newer than this process; the rule about that has a test of its own.
+    # A checkout may be newer than this process; another test covers that rule.
     monkeypatch.setattr(cache, "_STARTED", float("inf"))
     source_digest = cache._source_digest
     source_digest.cache_clear()

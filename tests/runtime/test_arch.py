@@ -1,3 +1,5 @@
+"""Architectures: which kernels and which target a device or a name selects."""
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from cute_kernels.runtime.arch import TARGETS, _index_architecture
 
 @pytest.fixture
 def gpu(monkeypatch):
+    """Pretend to have six GPUs; yield the list of capability queries."""
     queries = []
     capabilities = {0: (9, 0), 1: (10, 0), 2: (10, 3), 3: (8, 0), 4: (12, 0), 5: (11, 0)}
 
@@ -30,7 +33,7 @@ def test_kernels_and_target_follow_the_device(gpu):
     assert device_architecture(torch.device("cuda")) == device_architecture(1)
 
 
-def test_a_device_is_asked_once(gpu):
+def test_the_capability_of_a_device_is_queried_once(gpu):
     for _ in range(3):
         device_architecture(torch.device("cuda", 0))
     assert gpu == [0]
@@ -49,7 +52,7 @@ def test_cpu_tensors_have_no_architecture():
         device_architecture(torch.device("cpu"))
 
 
-def test_names():
+def test_names_select_kernels_and_target():
     assert architecture("sm_103a") == Architecture("sm_100a", "sm_103a")
     assert architecture("emulated:sm_90a") == Architecture("sm_90a", "sm_90a", emulated=True)
     for text in ("sm_90a", "sm_103a", "emulated:sm_100a"):

@@ -1,3 +1,5 @@
+"""Compilation of kernels: memory and disk caches, threads, processes and ``precompile``."""
+
 import contextlib
 import importlib
 import subprocess
@@ -27,6 +29,7 @@ SPEC = Scale(2.0)
 
 @pytest.fixture
 def traced(monkeypatch):
+    """Return a function that counts the kernels traced since its last call."""
     monkeypatch.setattr(Scale, "traced", 0)
 
     def count():
@@ -38,6 +41,7 @@ def traced(monkeypatch):
 
 @pytest.fixture
 def on_disk(traced):
+    """Leave the kernel on disk only; return the counter of traced kernels."""
     compile_kernel(SPEC, SM90)
     forget_kernels()
     traced()
@@ -57,13 +61,13 @@ def test_memory_then_disk_then_compiler(traced):
     assert traced() == 0
 
 
-def test_who_waited_for_another_process_does_not_compile(on_disk, monkeypatch):
+def test_a_process_that_waited_for_another_does_not_compile(on_disk, monkeypatch):
     marker = object_path().with_suffix(".json")
-    held = marker.rename(marker.with_suffix(".held"))
+    hidden_marker = marker.rename(marker.with_suffix(".hidden"))
 
     @contextlib.contextmanager
     def lock_after_another(self, key):
-        held.rename(marker)
+        hidden_marker.rename(marker)
         yield
 
     monkeypatch.setattr(cache.DiskCache, "lock", lock_after_another)
@@ -71,7 +75,7 @@ def test_who_waited_for_another_process_does_not_compile(on_disk, monkeypatch):
     assert on_disk() == 0
 
 
-def test_what_does_not_load_is_compiled_again(on_disk):
+def test_an_entry_that_does_not_load_is_compiled_again(on_disk):
     disk, key = cache.default_cache(), cache.cache_key(SPEC, SM90)
     disk.store(key, {"o": b"complete, but not an object file"})
     with pytest.warns(RuntimeWarning, match="compiled anew"):
@@ -82,7 +86,7 @@ def test_what_does_not_load_is_compiled_again(on_disk):
     assert on_disk() == 0
 
 
-def test_what_was_hashed_is_what_is_loaded(on_disk, monkeypatch):
+def test_the_hashed_bytes_are_loaded_not_the_file(on_disk, monkeypatch):
     load = cache.DiskCache.load
 
     def load_and_exchange(self, key):
@@ -110,7 +114,7 @@ def assert_two_kernels_warn_once(message):
     assert len(caught) == 1
 
 
-def test_without_a_folder_to_write_kernels_still_run(traced, monkeypatch, tmp_path):
+def test_kernels_run_without_a_writable_folder(traced, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "file" / "kernels"))
     assert_two_kernels_warn_once("not kept on disk")
@@ -136,11 +140,11 @@ def run_together(functions):
 def test_threads_compile_a_kernel_once(traced):
     start = threading.Barrier(4)
 
-    def ask():
+    def compile_after_start():
         start.wait()
         return compile_kernel(SPEC, SM90)
 
-    assert len(set(run_together([ask] * 4))) == 1
+    assert len(set(run_together([compile_after_start] * 4))) == 1
     assert traced() == 1
 
 
@@ -152,11 +156,11 @@ from tests.runtime.toy_kernels import Scale
 compiling, go_on = threading.Event(), threading.Event()
 
 class Slow(Scale):
-	@property
-	def kernel(self):
-		compiling.set()
-		go_on.wait(100)
-		return Scale.kernel
+    @property
+    def kernel(self):
+        compiling.set()
+        go_on.wait(100)
+        return Scale.kernel
 
 arch = architecture("sm_90a")
 thread = threading.Thread(target=compile_kernel, args=(Slow(2.0), arch))
@@ -164,8 +168,8 @@ thread.start()
 assert compiling.wait(100)
 child = os.fork()
 if not child:
-	signal.alarm(100)  # ends a child that hangs
-	os._exit(0 if callable(compile_kernel(Scale(3.0), arch)) else 1)
+    signal.alarm(100)  # ends a child that hangs
+    os._exit(0 if callable(compile_kernel(Scale(3.0), arch)) else 1)
 status = os.waitpid(child, 0)[1]
 go_on.set()
 thread.join()
@@ -187,7 +191,7 @@ def test_arguments_are_checked_by_the_compiled_function():
         kernel(torch.zeros(4))
 
 
-def test_without_the_dsl_the_reason_is_raised(monkeypatch):
+def test_compiling_without_the_dsl_raises_the_reason(monkeypatch):
     def refuse():
         raise UnsupportedError("nvidia-cutlass-dsl>=4.8,<4.9 (not installed)")
 
@@ -197,21 +201,22 @@ def test_without_the_dsl_the_reason_is_raised(monkeypatch):
             call(SPEC, SM90)
 
 
-def test_processes_that_compile_together_compile_once(traced):
-    with Worker() as first, Worker() as second:
+def test_concurrent_processes_compile_a_kernel_once(traced):
+    with Worker() as worker, Worker() as second_worker:
         assert sorted(
-            run_together([lambda w=w: w.compile(SPEC, SM90) for w in (first, second)])
+            run_together([lambda w=w: w.compile(SPEC, SM90) for w in (worker, second_worker)])
         ) == [False, True]
         assert is_on_disk(SPEC, SM90)
         assert traced() == 0
-        assert "no attribute 'Nonsense'" in first.compile(Scale(2.0, "Nonsense"), SM90)
-        assert first.compile(SPEC, SM100) is True
+        assert "no attribute 'Nonsense'" in worker.compile(Scale(2.0, "Nonsense"), SM90)
+        assert worker.compile(SPEC, SM100) is True
 
 
 def test_a_compiler_process_that_dies_costs_one_kernel(monkeypatch):
     programs = [
         "import os; os.kill(os.getpid(), 9)",
-        "import pickle, sys\npickle.load(sys.stdin.buffer); pickle.dump(True, sys.stdout.buffer); sys.stdout.flush()",
+        "import pickle, sys\npickle.load(sys.stdin.buffer)\n"
+        "pickle.dump(True, sys.stdout.buffer); sys.stdout.flush()",
     ]
 
     def start():
@@ -258,7 +263,7 @@ def family(monkeypatch):
     monkeypatch.setattr(toy_kernels, "kernel_specs", specs.get, raising=False)
 
 
-def test_command_line(family, capsys):
+def test_the_command_lists_and_compiles_matching_kernels(family, capsys):
     assert aot.main(["--arch", "sm_103a", "--arch", "sm_90a", "--list"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"tests.runtime.toy_kernels.Scale(factor={factor}, dtype='{dtype}')"
@@ -272,11 +277,11 @@ def test_command_line(family, capsys):
     assert not is_on_disk(Scale(1.0), SM103)
 
 
-def test_the_command_is_run_and_not_imported():
+def test_the_command_cannot_be_imported():
     with pytest.raises(ImportError, match=r"call cute_kernels.precompile\(\)"):
         importlib.import_module("cute_kernels.precompile")
     assert callable(cute_kernels.precompile)
     command = [sys.executable, "-m", "cute_kernels.precompile", "--list", "--arch", "sm_90a"]
-    done = subprocess.run([*command, "--match", "Offsets"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 4
+    process = subprocess.run([*command, "--match", "Offsets"], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert len(process.stdout.splitlines()) == 4

@@ -1,3 +1,5 @@
+"""Accepted versions of the CuTe DSL, and the error without one."""
+
 import importlib.metadata
 import re
 import sys
@@ -14,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def versions(monkeypatch):
+    """Pretend that supported packages are installed; yield their versions for changes."""
     installed = {"nvidia-cutlass-dsl": "4.8.1", "apache-tvm-ffi": "0.1.15.post2", "filelock": "4.0"}
 
     def version(name):
@@ -35,7 +38,7 @@ def test_supported_versions(versions, version):
 
 
 @pytest.mark.parametrize("version", ["4.7.1", "4.9", "4.9.0.dev0", "4.10.0", "5.0", "unknown"])
-def test_a_wrong_version_is_named(versions, version):
+def test_an_unsupported_version_raises_with_its_name(versions, version):
     versions["nvidia-cutlass-dsl"] = version
     words = [
         f"nvidia-cutlass-dsl>=4.8,<4.9 ({version} is installed)",
@@ -45,18 +48,18 @@ def test_a_wrong_version_is_named(versions, version):
         dsl.require_dsl()
 
 
-def test_missing_packages_are_all_named(versions):
+def test_the_error_names_all_missing_packages(versions):
     del versions["nvidia-cutlass-dsl"], versions["apache-tvm-ffi"]
     with pytest.raises(UnsupportedError, match=r"cutlass-dsl.*\(not installed\) and apache-tvm"):
         dsl.require_dsl()
 
 
-def test_the_extra_installs_what_is_required():
+def test_the_extra_cutedsl_lists_the_requirements():
     extra = re.search(r"\ncutedsl = \[([^]]*)\]", (ROOT / "pyproject.toml").read_text())
     assert sorted(re.findall(r'"(.*?)"', extra.group(1))) == sorted(map(str, dsl.REQUIREMENTS))
 
 
-def test_versions_of_every_part_of_the_dsl_count(monkeypatch, tmp_path):
+def test_installed_versions_include_the_libraries_of_the_dsl(monkeypatch, tmp_path):
     for name in ("nvidia_cutlass_dsl-4.8.1", "nvidia_cutlass_dsl_libs_cu13-4.8.1", "torch-2.13.0"):
         (tmp_path / f"{name}.dist-info").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "missing")])

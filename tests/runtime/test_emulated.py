@@ -1,9 +1,12 @@
+"""Compiled kernels on the emulator: loading from disk, damaged entries, threads, two devices."""
+
 import contextlib
 import json
 
 import pytest
 import torch
 
+import ptx_emulator as emulator
 from cute_kernels.runtime import aot, architecture, cache, compile_kernel, forget_kernels
 from cute_kernels.runtime.emulated import EmulatedKernel
 from tests.helpers import run_python
@@ -12,7 +15,6 @@ from .toy_kernels import Scale
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
-emulator = pytest.importorskip("cute_kernels.emulator")
 
 ENGINE = emulator.build()
 EMULATED = [architecture("emulated:sm_90a"), architecture("emulated:sm_100a")]
@@ -21,12 +23,13 @@ SPECS = [Scale(2.0), Scale(3.0)]
 
 @pytest.fixture(autouse=True)
 def built_engine(fresh_runtime, tmp_path):
-    """The emulator keeps its engine in the same cache folder, and need not build it anew."""
+    """Link the built engine into the test's cache folder, so that it is not built again."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "emulator").symlink_to(ENGINE.parent)
 
 
 def results():
+    """Run two kernels on both architectures twice; return whether each result is right."""
     x, y = torch.arange(1000.0, requires_grad=True), torch.zeros(1000)
     kernels = {(s.factor, str(a)): compile_kernel(s, a) for s in SPECS for a in EMULATED}
     outcome = {}
@@ -39,7 +42,7 @@ def results():
 
 
 @pytest.mark.emulated
-def test_kernels_run_when_compiled_and_when_loaded_by_another_process():
+def test_compiled_and_loaded_kernels_give_the_same_results():
     for arch in EMULATED:
         aot.precompile(SPECS, arch=arch, jobs=1, load=False, progress=False)
     program = (
@@ -54,11 +57,17 @@ def test_kernels_run_when_compiled_and_when_loaded_by_another_process():
 
 
 @pytest.mark.emulated
-def test_faults_and_wrong_arguments_raise():
+def test_wrong_arguments_raise():
     kernel = compile_kernel(Scale(2.0), EMULATED[1])
     x, y = torch.zeros(64), torch.zeros(64)
     with pytest.raises(ValueError, match=r"to match x\.shape"):
         kernel(x, y[:-1])
+
+
+@pytest.mark.emulated
+def test_a_kernel_runs_again_after_a_fault():
+    kernel = compile_kernel(Scale(2.0), EMULATED[1])
+    x, y = torch.zeros(64), torch.zeros(64)
     emulator.watch(x)
     try:
         with pytest.raises(emulator.EmulatorError):
@@ -74,25 +83,25 @@ def other_ptx():
 
 @pytest.mark.emulated
 @pytest.mark.parametrize(
-    ("suffix", "rubbish"),
+    ("suffix", "content"),
     [
-        ("ptx", b"rubbish"),
+        ("ptx", b"invalid"),
         ("ptx", b""),
         ("ptx", b".version 9.0\n.target sm_100a\n.address_size 64\n.visible .entry k("),
         ("ptx", b"\xff\xfe not even text"),
         ("ptx", other_ptx),
-        ("cubin", b"rubbish"),
-        ("o", b"rubbish"),
+        ("cubin", b"invalid"),
+        ("o", b"invalid"),
         ("o", b"\x7fELF\x02\x01\x01" + bytes(57)),
     ],
     ids=["text", "empty", "cut off", "binary", "other kernel", "cubin", "object", "ELF header"],
 )
-def test_an_entry_of_rubbish_is_compiled_again(suffix, rubbish, monkeypatch):
+def test_an_entry_with_invalid_code_is_compiled_again(suffix, content, monkeypatch):
     spec, arch = Scale(2.0), EMULATED[1]
     compile_kernel(spec, arch)
     disk, key = cache.default_cache(), cache.cache_key(spec, arch)
-    rubbish = rubbish() if callable(rubbish) else rubbish
-    assert disk.store(key, disk.load(key) | {suffix: rubbish})
+    content = content() if callable(content) else content
+    assert disk.store(key, disk.load(key) | {suffix: content})
     monkeypatch.setattr(Scale, "traced", 0)
     x, y = torch.arange(64.0), torch.zeros(64)
     for expected in (
@@ -107,9 +116,9 @@ def test_an_entry_of_rubbish_is_compiled_again(suffix, rubbish, monkeypatch):
 
 
 @pytest.mark.emulated
-def test_ptx_that_was_just_compiled_is_not_compiled_again(monkeypatch):
+def test_invalid_ptx_in_memory_raises(monkeypatch):
     kernel = compile_kernel(Scale(2.0), EMULATED[1])
-    monkeypatch.setattr(kernel, "ptx", "rubbish")
+    monkeypatch.setattr(kernel, "ptx", "invalid")
     with pytest.raises((emulator.PtxError, ValueError)):
         kernel(torch.ones(64), torch.zeros(64))
 
@@ -123,15 +132,15 @@ from tests.runtime.toy_kernels import Scale
 
 wrong = []
 def work(number):
-	name = ("emulated:sm_90a", "emulated:sm_100a")[number % 2]
-	options = (("mode", "chaos"), ("num_sms", 1 + number), ("seed", number))
-	launch = launcher(Backend(name, name[9:], emulation=options), torch.device("cpu"))
-	x, y = torch.arange(1000.0), torch.zeros(1000)
-	for i in range(20):
-		factor = float(2 + i % 2)
-		launch.kernel(Scale(factor))(x, y.zero_())
-		if not torch.equal(y, factor * x):
-			wrong.append(number)
+    name = ("emulated:sm_90a", "emulated:sm_100a")[number % 2]
+    options = (("mode", "chaos"), ("num_sms", 1 + number), ("seed", number))
+    launch = launcher(Backend(name, name[9:], emulation=options), torch.device("cpu"))
+    x, y = torch.arange(1000.0), torch.zeros(1000)
+    for i in range(20):
+        factor = float(2 + i % 2)
+        launch.kernel(Scale(factor))(x, y.zero_())
+        if not torch.equal(y, factor * x):
+            wrong.append(number)
 list(ThreadPoolExecutor(4).map(work, range(4)))
 print(wrong)
 """
@@ -144,7 +153,7 @@ def test_threads_share_an_emulated_backend():
 
 BOTH_DEVICES = """
 import sys, torch
-from cute_kernels.emulator.cutlass_hooks import _device_view
+from ptx_emulator.cutlass_hooks import _device_view
 from cute_kernels.runtime import architecture, compile_kernel
 from tests.runtime.toy_kernels import Scale
 
@@ -153,16 +162,16 @@ kernels = {arch: compile_kernel(Scale(2.0), architecture(arch)) for arch in sys.
 kernels["emulated:sm_90a"](x, y)
 assert y.eq(2).all()
 try:
-	kernels["sm_90a"](*map(_device_view, (x, y)))
+    kernels["sm_90a"](*map(_device_view, (x, y)))
 except RuntimeError as error:
-	print(error)
+    print(error)
 """
 
 
 @pytest.mark.emulated
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gives host memory to a kernel for a GPU")
 @pytest.mark.parametrize("order", [["sm_90a", "emulated:sm_90a"], ["emulated:sm_90a", "sm_90a"]])
-def test_one_process_has_kernels_for_both_devices(order):
+def test_one_process_runs_kernels_for_both_devices(order):
     process = run_python(BOTH_DEVICES, *order)
     assert "CUDA driver version is insufficient" in process, process
 

@@ -1,3 +1,5 @@
+"""The cache of launch plans: what its keys contain, and when checks run again."""
+
 import pytest
 import torch
 
@@ -15,22 +17,23 @@ def plans(monkeypatch):
 
 @pytest.fixture
 def checks(monkeypatch):
+    """Return the list of ops whose arguments have been checked."""
     calls = []
     check = GroupedAmax.check
     monkeypatch.setattr(GroupedAmax, "check", lambda op: (calls.append(op), check(op)))
     return calls
 
 
-def test_a_hit_runs_no_check_again(plans, checks):
+def test_a_hit_skips_the_checks(plans, checks):
     offs = offs_tensor(2, 3)
-    first = GroupedAmax.fast_call(torch.ones(3, 8), offs)
-    again = GroupedAmax.fast_call(torch.full((3, 8), 2.0), offs - 1)
+    amaxes = GroupedAmax.fast_call(torch.ones(3, 8), offs)
+    amaxes_of_hit = GroupedAmax.fast_call(torch.full((3, 8), 2.0), offs - 1)
     assert len(checks) == len(plans) == 1
-    assert first.tolist() == [1.0, 1.0]
-    assert again.tolist() == [2.0, 2.0]
+    assert amaxes.tolist() == [1.0, 1.0]
+    assert amaxes_of_hit.tolist() == [2.0, 2.0]
 
 
-def test_backends_and_flags_have_plans_of_their_own(plans):
+def test_backends_formats_and_directions_have_separate_plans(plans):
     x, offs = torch.ones(3, 16), offs_tensor(2, 3)
     quantize = cute_kernels.ops.grouped_quantize
     quantize(x, "nvfp4", offs)
@@ -41,7 +44,7 @@ def test_backends_and_flags_have_plans_of_their_own(plans):
     assert len(plans) == 4
 
 
-def key_of(*arguments):
+def make_key(*arguments):
     return plan_key(GroupedAmax, None, arguments)
 
 
@@ -50,43 +53,51 @@ PAIR = [X, torch.zeros(3)]
 
 
 @pytest.mark.parametrize(
-    ("given", "other"),
+    ("arguments", "changed"),
     [
-        *((X, other) for other in (X[:2], torch.zeros(8, 3).t(), X.to(F16), X.to("meta"), None)),
-        *((PAIR, other) for other in ([X[:2], PAIR[1]], PAIR[::-1], [X, torch.zeros(6)[::2]], [X])),
-        *((PAIR, other) for other in ([*PAIR, PAIR[1]], [], None)),
+        *(
+            (X, changed)
+            for changed in (X[:2], torch.zeros(8, 3).t(), X.to(F16), X.to("meta"), None)
+        ),
+        *(
+            (PAIR, changed)
+            for changed in ([X[:2], PAIR[1]], PAIR[::-1], [X, torch.zeros(6)[::2]], [X])
+        ),
+        *((PAIR, changed) for changed in ([*PAIR, PAIR[1]], [], None)),
     ],
 )
-def test_what_a_plan_may_depend_on_is_in_the_key(given, other):
-    assert key_of(other, True) != key_of(given, True)
-    hash(key_of(other, True))
+def test_shape_layout_dtype_and_device_are_in_the_key(arguments, changed):
+    assert make_key(changed, True) != make_key(arguments, True)
+    hash(make_key(changed, True))
 
 
 def test_values_of_tensors_are_not_in_the_key():
-    assert key_of(X + 1, True) == key_of(X, True)
-    assert key_of([part + 1 for part in PAIR], True) == key_of(tuple(PAIR), True)
+    assert make_key(X + 1, True) == make_key(X, True)
+    assert make_key([tensor + 1 for tensor in PAIR], True) == make_key(tuple(PAIR), True)
 
 
-def test_lists_are_told_from_their_tensors():
+def test_lists_differ_from_their_tensors():
     a, b = PAIR
-    keys = [key_of(*call) for call in ((a, b), ([a], b), (a, [b]), ([a, b],), ([a], [b]), ([], a))]
+    keys = [
+        make_key(*call) for call in ((a, b), ([a], b), (a, [b]), ([a, b],), ([a], [b]), ([], a))
+    ]
     assert len(set(keys)) == len(keys)
 
 
-def test_scales_have_a_part_in_the_plan(plans):
+def test_layouts_of_scales_are_in_the_key(plans):
     x, offs = torch.randn(40, 32), offs_tensor(10, 40)
     a = cute_kernels.ops.grouped_quantize(x, "nvfp4", offs)
     b = cute_kernels.ops.grouped_quantize(torch.randn(2, 16, 32), "nvfp4")
-    apart = a[1].repeat_interleave(2, dim=0)[::2]
-    assert apart.equal(a[1]) and apart.stride() != a[1].stride()
+    strided = a[1].repeat_interleave(2, dim=0)[::2]
+    assert strided.equal(a[1]) and strided.stride() != a[1].stride()
     plans.clear()
     multiply = cute_kernels.ops.m_grouped_gemm
-    first = multiply(*m_grouped_arguments(a, b, offs))
-    again = multiply(*m_grouped_arguments([t.clone() for t in a], b, offs))
+    product = multiply(*m_grouped_arguments(a, b, offs))
+    product_of_clones = multiply(*m_grouped_arguments([t.clone() for t in a], b, offs))
     assert len(plans) == 1
-    other = multiply(*m_grouped_arguments([a[0], apart, a[2]], b, offs))
+    product_of_strided = multiply(*m_grouped_arguments([a[0], strided, a[2]], b, offs))
     assert len(plans) == 2
-    assert first.equal(again) and first.equal(other)
+    assert product.equal(product_of_clones) and product.equal(product_of_strided)
 
 
 def test_a_failed_check_is_not_remembered(plans, checks):
@@ -97,7 +108,7 @@ def test_a_failed_check_is_not_remembered(plans, checks):
     assert len(plans) == 0
 
 
-def test_past_its_capacity_the_oldest_plan_goes():
+def test_a_full_cache_drops_the_oldest_plan():
     plans = PlanCache(capacity=2)
     for key in "abc":
         plans.add(key, key.upper())

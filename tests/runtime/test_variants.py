@@ -1,3 +1,5 @@
+"""Kernels that are compiled ahead of time: the list holds every kernel in use and no other."""
+
 import itertools
 
 import pytest
@@ -24,20 +26,22 @@ from grouped.recipes import NVFP4, FP8Block, FP8Current, NVFP4RowScaled
 from tests.helpers import BF16, DTYPES, I32, NVFP4_TEXTS, offs_tensor
 
 ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
-#: Of which SwiGLU is compiled ahead of time.
 
 
-def marking(*texts):
-    """Formats, and those that recipes make of them."""
+def with_nan_scales(*texts):
+    """Return the formats and their variants with NaN scales, which recipes use."""
     return (*texts, *(f"{text}{',' if ':' in text else ':'}nan_scales" for text in texts))
 
 
-ACTIVATED = marking("nvfp4", "nvfp4:row_scaled", "fp8", "fp8_block", "mxfp8")
-TRANSFORMED = marking("nvfp4:hadamard", "nvfp4:hadamard,stochastic_rounding")
-TEXTS = marking(*NVFP4_TEXTS.values(), "fp8", "fp8:dtype=e5m2")
+#: Formats whose quantizers are also compiled with SwiGLU.
+ACTIVATED = with_nan_scales("nvfp4", "nvfp4:row_scaled", "fp8", "fp8_block", "mxfp8")
+TRANSFORMED = with_nan_scales("nvfp4:hadamard", "nvfp4:hadamard,stochastic_rounding")
+TEXTS = with_nan_scales(*NVFP4_TEXTS.values(), "fp8", "fp8:dtype=e5m2")
 
 
 class Recorder:
+    """Launcher that records the specs of kernels and runs nothing."""
+
     num_sms, bandwidth = 148, None
 
     def __init__(self, arch="sm_100a"):
@@ -49,7 +53,7 @@ class Recorder:
         return lambda *arguments: None
 
 
-def inputs():
+def reduction_inputs():
     for dtype, cols in itertools.product(
         DTYPES.values(), [16, *(1 << i for i in range(8, 16)), 1 << 20]
     ):
@@ -58,49 +62,55 @@ def inputs():
 
 
 def quantizations():
+    """Yield the quantization ops whose kernels are compiled ahead of time."""
     directions = ((True, False), (False, True), (True, True))
-    for (x, offs), (rowwise, columnwise) in itertools.product(inputs(), directions):
+    for (x, offs), (rowwise, columnwise) in itertools.product(reduction_inputs(), directions):
         groups = x.shape[0] if offs is None else offs.shape[0]
         for amax in (None, torch.ones(groups)):
             for text in TEXTS:
                 yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
         if x.dtype == BF16:
-            for text in marking("fp8_block:block=128x128" if offs is None else "fp8_block"):
+            for text in with_nan_scales("fp8_block:block=128x128" if offs is None else "fp8_block"):
                 yield GroupedQuantize(x, text, offs, None, rowwise, columnwise)
             for text in TRANSFORMED if columnwise and offs is not None else ():
                 for amax in (None, torch.ones(2, groups) if rowwise else torch.ones(groups)):
                     yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
-    both, offs = torch.empty(2, 64, dtype=BF16), offs_tensor(1, 2)
+    halves, offs = torch.empty(2, 64, dtype=BF16), offs_tensor(1, 2)
     for text in ACTIVATED:
-        yield GroupedQuantize(both, text, offs, columnwise=True, activation="swiglu")
+        yield GroupedQuantize(halves, text, offs, columnwise=True, activation="swiglu")
     for cols in (2048, 4096, 8192):
         tokens, rows = torch.empty(1, cols, dtype=BF16), torch.zeros(2, dtype=I32)
-        of = {"rows": rows, "inverse": rows[None]}
-        blocks = itertools.product(marking("fp8_block"), (False, True))
-        for text, columnwise in (*blocks, *((text, False) for text in marking("nvfp4:row_scaled"))):
-            yield GroupedQuantize(tokens, text, offs, columnwise=columnwise, **of)
+        indices = {"rows": rows, "inverse": rows[None]}
+        blocks = itertools.product(with_nan_scales("fp8_block"), (False, True))
+        for text, columnwise in (
+            *blocks,
+            *((text, False) for text in with_nan_scales("nvfp4:row_scaled")),
+        ):
+            yield GroupedQuantize(tokens, text, offs, columnwise=columnwise, **indices)
             if columnwise:
-                yield GroupedQuantize(tokens, text, offs, rowwise=False, columnwise=True, **of)
+                yield GroupedQuantize(tokens, text, offs, rowwise=False, columnwise=True, **indices)
 
 
 def dequantizations():
     scales = [torch.empty(0), torch.empty(0)]
     for offs, dtype, text in itertools.product((None, offs_tensor(1, 2)), DTYPES.values(), TEXTS):
         codes = torch.empty(2, 16).to(parse(text).element.dtype)
-        given = codes if offs is not None else codes[None]
+        values = codes if offs is not None else codes[None]
         for columnwise in (False, True):
-            yield GroupedDequantize(given, scales, text, 2, dtype, offs, columnwise)
+            yield GroupedDequantize(values, scales, text, 2, dtype, offs, columnwise)
 
 
 def products():
-    for (x, offs), text in itertools.product(inputs(), marking("nvfp4", NVFP4_TEXTS["row-scaled"])):
+    for (x, offs), text in itertools.product(
+        reduction_inputs(), with_nan_scales("nvfp4", NVFP4_TEXTS["row-scaled"])
+    ):
         if offs is not None:
             codes = torch.empty(2, 16, x.shape[1] // 2, dtype=torch.uint8)
             scales = [torch.empty(0), torch.empty(2)]
             yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4")
             if (
                 x.dtype == BF16
-                and text in marking(NVFP4_TEXTS["row-scaled"])
+                and text in with_nan_scales(NVFP4_TEXTS["row-scaled"])
                 and 1024 < x.shape[1] <= 8192
             ):
                 rows = torch.zeros(4, dtype=I32)
@@ -109,18 +119,20 @@ def products():
                 )
 
 
-def used(arch):
+def used_specs(arch):
+    """Return the specs of the quantizers that the ops of this module use."""
     recorder = Recorder(arch)
     ops = list(quantizations())
-    ops += [GroupedAmax(x, offs) for x, offs in inputs()]
+    ops += [GroupedAmax(x, offs) for x, offs in reduction_inputs()]
     ops += dequantizations()
     ops += products()
-    both, row = torch.empty(2, 256, dtype=BF16), torch.zeros(2, dtype=I32)
-    given = (both, both[:, :128]), ("swiglu", offs_tensor(1, 2), False, torch.empty(2, 1), row)
+    halves, row = torch.empty(2, 256, dtype=BF16), torch.zeros(2, dtype=I32)
+    grad_and_input = (halves, halves[:, :128])
+    options = ("swiglu", offs_tensor(1, 2), False, torch.empty(2, 1), row)
     delayed = ("fp8:dtype=e5m2,scaling=delayed", "fp8:scaling=delayed")
     pairs = [("fp8_block",) * 2, ("mxfp8",) * 2, delayed]
-    for texts in (*pairs, *(tuple(marking(text)[1] for text in pair) for pair in pairs)):
-        ops.append(MoeQuantizeGradient(*given[0], *texts, *given[1], *[torch.ones(2)] * 2))
+    for texts in (*pairs, *(tuple(with_nan_scales(text)[1] for text in pair) for pair in pairs)):
+        ops.append(MoeQuantizeGradient(*grad_and_input, *texts, *options, *[torch.ones(2)] * 2))
     for dtype, cols in itertools.product(DTYPES.values(), (1, 8)):
         ops.append(GroupedDbias(torch.empty(2, cols, dtype=dtype), offs_tensor(1, 2)))
     for splits, out in itertools.product((I32, torch.int64), (None, torch.int64)):
@@ -140,7 +152,7 @@ def used(arch):
             AdamWQuantize(*[master] * 3, master.to(dtype), master, [], text, True, True, *[0.0] * 4)
         )
     for op in ops:
-        op.kernels(recorder)
+        op.build_runner(recorder)
     return {spec for spec in recorder.specs if is_quantizer(spec)}
 
 
@@ -149,10 +161,10 @@ def is_quantizer(spec):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
-def test_every_kernel_in_use_is_listed_and_no_other(arch):
+def test_the_list_holds_the_quantizers_in_use_and_no_other(arch):
     listed = aot.declared_specs(arch)
     assert len(listed) == len(set(listed))
-    assert set(filter(is_quantizer, listed)) == used(arch.name)
+    assert set(filter(is_quantizer, listed)) == used_specs(arch.name)
 
 
 @pytest.mark.parametrize(
@@ -163,13 +175,11 @@ def test_every_kernel_in_use_is_listed_and_no_other(arch):
     ],
 )
 @pytest.mark.parametrize("features", [256, 2048])
-def test_training_and_inference_with_a_recipe_need_no_other_kernel(
-    monkeypatch, recipe, features, arch
-):
+def test_training_and_inference_use_listed_kernels_only(monkeypatch, recipe, features, arch):
     recorder = Recorder(arch.name)
     monkeypatch.setattr(op_module, "launcher", lambda backend, device: recorder)
     monkeypatch.setattr(PLANS, "_plans", {})
-    # Of FP8 those without a bias are listed.
+    # FP8 kernels are listed without a bias only.
     bias = recipe not in (FP8Block, FP8Current)
     layer = GroupedLinear(3, features, features, bias, recipe=recipe(), dtype=BF16)
     with cute_kernels.backend(f"emulated:{arch}"):
@@ -184,7 +194,7 @@ def test_training_and_inference_with_a_recipe_need_no_other_kernel(
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
-def test_listed_kernels_name_classes_that_exist_and_have_keys_of_their_own(arch):
+def test_listed_kernels_have_classes_and_distinct_keys(arch):
     listed = aot.declared_specs(arch)
     assert len({cache_key(spec, arch).name for spec in listed}) == len(listed)
     names = {spec.kernel for spec in listed}

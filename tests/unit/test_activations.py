@@ -1,3 +1,5 @@
+"""Records of activations: their values, texts and errors. No tensor is computed."""
+
 import pytest
 
 import grouped
@@ -17,7 +19,7 @@ def test_records_are_values(name):
     assert act.is_clamped == (name == "clamped_swiglu")
 
 
-def test_gated_ones_have_the_curve_of_one_without_a_gate():
+def test_gated_activations_share_the_curve_of_the_plain_one():
     pairs = {
         "geglu": "gelu",
         "swiglu": "silu",
@@ -38,19 +40,22 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", [*TEXTS])
-def test_texts(text):
+def test_a_record_has_one_text(text):
     assert TEXTS[text].text == text
     assert parse_activation(text) == TEXTS[text]
     assert is_gated(text)
 
 
-def test_what_is_no_text_is_not_gated():
+def test_unknown_names_are_not_gated():
     assert not is_gated("swish") and not is_gated("")
 
 
-def test_defaults_of_the_clamped_one():
+def test_defaults_of_clamped_swiglu():
     act = Activation("clamped_swiglu")
     assert (act.alpha, act.limit) == (1.702, 7.0)
+
+
+def test_the_record_is_public():
     assert grouped.Activation is Activation
 
 
@@ -68,7 +73,7 @@ def test_defaults_of_the_clamped_one():
         ("silu:alpha=2.0", ["alpha is of clamped_swiglu; silu has none"]),
     ],
 )
-def test_texts_of_nothing(text, words):
+def test_invalid_texts_raise(text, words):
     with pytest.raises(ValueError, match=contains_all("activation", *words)):
         parse_activation(text)
 
@@ -85,6 +90,6 @@ def test_texts_of_nothing(text, words):
         ({"name": "gelu", "limit": 6.0}, ValueError, "limit is of clamped_swiglu; gelu has none"),
     ],
 )
-def test_meaningless_records(fields, error, message):
+def test_invalid_records_raise(fields, error, message):
     with pytest.raises(error, match=message):
         Activation(**fields)

@@ -1,3 +1,5 @@
+"""Choice of the backend: device, environment variable, ``with backend(...)`` blocks and threads."""
+
 import asyncio
 import contextlib
 import contextvars
@@ -21,7 +23,8 @@ VARIABLE = "CUTE_KERNELS_BACKEND"
 
 
 @pytest.fixture(autouse=True)
-def no_environment(monkeypatch):
+def unset_environment(monkeypatch):
+    """Unset the environment variable and forget backends that it chose."""
     monkeypatch.delenv(VARIABLE, raising=False)
     backend_module._resolve.cache_clear()
     yield
@@ -45,18 +48,21 @@ def test_reference_backends_name_a_tensor_core():
         assert active_backend(CPU) == Backend("reference:sm_90a", "reference", "sm_90a")
 
 
-def test_emulator_options():
+def test_options_of_the_emulator_hold_for_one_block():
     with backend("emulated:sm_100a", seed=3, mode="chaos"):
         assert active_backend(CPU).emulation == (("mode", "chaos"), ("seed", 3))
         with backend("emulated:sm_100a"):
             assert active_backend(CPU).emulation == ()
+
+
+def test_unknown_options_raise():
     for name, option in (("reference", "seed"), ("cuda", "mode"), ("emulated:sm_90a", "speed")):
         with pytest.raises(TypeError, match=rf"{name}.*{option}"), backend(name, **{option: 1}):
             pytest.fail("entered the block")
     assert active_backend(CPU).name == "reference"
 
 
-def test_environment_chooses(monkeypatch):
+def test_the_environment_chooses_the_backend(monkeypatch):
     options = (("mode", "chaos"), ("num_sms", 2), ("races", True), ("seed", 3))
     for text, device, wanted in (
         ("emulated:sm_90a", CPU, Backend("emulated:sm_90a", "sm_90a")),
@@ -73,7 +79,7 @@ def test_environment_chooses(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "words"),
+    ("text", "error", "message"),
     [
         ("emulated:sm_100a,seed=x", ValueError, "seed must be a number, got 'x'"),
         ("emulated:sm_100a,races=maybe", ValueError, "races must be one of .*, got 'maybe'"),
@@ -84,19 +90,19 @@ def test_environment_chooses(monkeypatch):
         ("reference,seed=1", TypeError, "reference takes no options"),
     ],
 )
-def test_options_in_the_environment_are_checked(monkeypatch, text, error, words):
+def test_options_in_the_environment_are_checked(monkeypatch, text, error, message):
     monkeypatch.setenv(VARIABLE, text)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         active_backend(CPU)
 
 
-def test_environment_is_checked(monkeypatch):
+def test_the_backend_in_the_environment_is_checked(monkeypatch):
     monkeypatch.setenv(VARIABLE, "emulated:sm_80")
     with pytest.raises(ValueError, match=contains_all(VARIABLE, "'emulated:sm_80'", *BACKENDS)):
         some_call()
 
 
-def test_context_beats_environment_and_nests(monkeypatch):
+def test_blocks_override_the_environment_and_nest(monkeypatch):
     monkeypatch.setenv(VARIABLE, "emulated:sm_90a")
     with backend("emulated:sm_100a"):
         assert active_backend(CPU).arch == "sm_100a"
@@ -106,7 +112,7 @@ def test_context_beats_environment_and_nests(monkeypatch):
     assert active_backend(CPU).arch == "sm_90a"
 
 
-def test_context_ends_with_an_exception():
+def test_an_exception_ends_a_block():
     with pytest.raises(KeyError), backend("emulated:sm_90a"), backend("emulated:sm_100a"):
         raise KeyError
     assert active_backend(CPU).name == "reference"
@@ -123,7 +129,7 @@ def test_unknown_names_raise_and_change_nothing(name):
 
 
 def in_thread(function):
-    """What the function returns in another thread."""
+    """Return the function's result in another thread."""
     with futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result(timeout=60)
 
@@ -132,44 +138,42 @@ def active():
     return active_backend(CPU).name
 
 
-def test_threads_without_a_block_see_that_of_the_main_thread():
+def test_threads_without_a_block_use_the_block_of_the_main_thread():
     with backend("emulated:sm_100a"):
         assert in_thread(active) == "emulated:sm_100a"
     assert in_thread(active) == "reference"
 
 
-def test_the_block_of_a_thread_is_its_own(monkeypatch):
-    """It wins over that of the main thread, which does not see it; nor does a thread without a
-    block.
-    """
+def test_a_block_holds_in_its_thread_only(monkeypatch):
+    """A thread's block overrides that of the main thread, and other threads do not see it."""
 
     def job():
         before = active()
         with backend("emulated:sm_90a"):
             entered.wait()
-            looked.wait()
+            checked.wait()
             with backend("reference"):
                 inner = active()
             return before, active(), inner
 
     for name in (None, "emulated:sm_100a"):
-        entered, looked = threading.Barrier(2), threading.Barrier(2)
+        entered, checked = threading.Barrier(2), threading.Barrier(2)
         outer = name or "reference"
         with (
             backend(name) if name else contextlib.nullcontext(),
             futures.ThreadPoolExecutor(1) as pool,
         ):
-            found = pool.submit(job)
+            result = pool.submit(job)
             entered.wait()
             assert active() == in_thread(active) == outer
-            looked.wait()
-            assert found.result() == (outer, "emulated:sm_90a", "reference")
+            checked.wait()
+            assert result.result() == (outer, "emulated:sm_90a", "reference")
             assert pool.submit(active).result() == outer
     assert active() == "reference"
 
 
-def test_backward_passes_have_the_block_of_the_thread_that_runs_them():
-    seen = []
+def test_backward_uses_the_block_of_the_thread_that_runs_it():
+    names = []
 
     class Note(torch.autograd.Function):
         @staticmethod
@@ -178,7 +182,7 @@ def test_backward_passes_have_the_block_of_the_thread_that_runs_them():
 
         @staticmethod
         def backward(ctx, dy):
-            seen.append(active())
+            names.append(active())
             return dy
 
     def job():
@@ -189,13 +193,11 @@ def test_backward_passes_have_the_block_of_the_thread_that_runs_them():
     with backend("emulated:sm_100a"):
         in_thread(job)
         Note.apply(torch.ones(2, requires_grad=True)).sum().backward()
-    assert seen == ["reference:sm_90a", "emulated:sm_100a"]
+    assert names == ["reference:sm_90a", "emulated:sm_100a"]
 
 
-def test_a_thread_of_autograd_has_the_context_of_its_caller():
-    """As PyTorch stores it for threads that run a backward pass; such a thread has no context of
-    its own.
-    """
+def test_autograd_threads_use_the_context_of_their_caller():
+    """PyTorch stores the context of the caller for the threads that run backward."""
 
     def caller():
         with backend("reference:sm_90a"):
@@ -208,9 +210,9 @@ def test_a_thread_of_autograd_has_the_context_of_its_caller():
 
     def device_thread(context):
         torch._C._stash_obj_in_tls("context", context)
-        found = active()
+        name = active()
         remove("context")
-        return found, active()
+        return name, active()
 
     with backend("emulated:sm_100a"):
         assert in_thread(lambda: device_thread(in_thread(caller))) == (
@@ -220,29 +222,29 @@ def test_a_thread_of_autograd_has_the_context_of_its_caller():
         assert in_thread(lambda: device_thread(contextvars.Context())) == ("emulated:sm_100a",) * 2
 
 
-def test_tasks_have_blocks_of_their_own():
+def test_asyncio_tasks_have_separate_blocks():
     async def job(name):
         with backend(name):
             await asyncio.sleep(0)
             return active()
 
-    async def both():
+    async def run_jobs():
         return await asyncio.gather(job("reference:sm_90a"), job("reference:sm_100a"))
 
-    assert asyncio.run(both()) == ["reference:sm_90a", "reference:sm_100a"]
+    assert asyncio.run(run_jobs()) == ["reference:sm_90a", "reference:sm_100a"]
     assert active() == "reference"
 
 
-def test_a_block_may_be_left_before_one_inside_of_it():
-    """As generators leave theirs."""
-    with contextlib.ExitStack() as mine:
+def test_an_outer_block_may_end_first():
+    """Blocks inside generators end in any order."""
+    with contextlib.ExitStack() as stack:
         with backend("emulated:sm_100a"):
-            mine.enter_context(backend("emulated:sm_90a"))
+            stack.enter_context(backend("emulated:sm_90a"))
         assert active() == "emulated:sm_90a"
     assert active() == "reference"
 
 
-def test_backend_and_device_must_fit():
+def test_the_backend_must_run_on_the_device():
     with backend("cuda"), pytest.raises(UnsupportedError, match=r"CUDA tensors.*cpu"):
         some_call()
     with backend("emulated:sm_90a"), pytest.raises(UnsupportedError, match=r"emulated.*cuda"):

@@ -1,3 +1,5 @@
+"""Shapes and strides of the buffers of a quantized tensor, per format."""
+
 import math
 
 import pytest
@@ -9,7 +11,7 @@ from cute_kernels.layout.buffers import buffers, member_parts
 T, K, G, N = 300, 416, 5, 200
 
 
-def test_a_row_scaled_uniform_tensor_has_one_level_a_row():
+def test_a_row_scaled_uniform_tensor_has_one_global_scale_per_row():
     assert buffers(NVFP4(row_scaled=True), (G, N, K), None)["amax"].shape == (G, N)
 
 
@@ -22,9 +24,12 @@ def test_rows_of_codes_are_16_bytes_apart(fmt, cols):
     assert codes.allocate(torch.device("cpu"), True).stride() == codes.strides
 
 
-def test_a_shared_level_is_there_once():
+def test_both_copies_share_a_global_scale_of_the_tensor():
     assert list(buffers(FP8(), (T, K), G, columnwise=True)) == [
-        *("codes", "scale_inv", "scale", "amax"),
+        "codes",
+        "scale_inv",
+        "scale",
+        "amax",
         "codes_t",
     ]
 
@@ -33,34 +38,34 @@ SHAPES = [(5, 48), (0, 32), (130, 16), (1, 160)]
 
 
 @pytest.mark.parametrize("text", ["nvfp4:row_scaled", "mxfp8", "fp8_block", "fp8"])
-def test_flat_buffers_hold_those_of_each_member_alone_one_after_the_other(text):
+def test_flat_buffers_concatenate_the_buffers_of_the_members(text):
     fmt = parse(text)
-    found = buffers(fmt, (10_000,), None, columnwise=True, shapes=SHAPES)
-    parts = member_parts(fmt, SHAPES, columnwise=True)
-    alone = [buffers(fmt, (1, *shape), None, columnwise=True) for shape in SHAPES]
-    assert all(list(found) == list(some) for some in (parts, *alone))
-    for name, spec in found.items():
+    flat = buffers(fmt, (10_000,), None, columnwise=True, shapes=SHAPES)
+    member_slices = member_parts(fmt, SHAPES, columnwise=True)
+    separate = [buffers(fmt, (1, *shape), None, columnwise=True) for shape in SHAPES]
+    assert all(list(flat) == list(other_names) for other_names in (member_slices, *separate))
+    for name, spec in flat.items():
         assert spec.pitch is None and not spec.zeroed
         buffer = spec.allocate(torch.device("cpu"), zeroed=True)
         is_vector = "amax" in name or name in ("scale", "scale_inv")
-        step, start = 1 if is_vector else 128 // spec.dtype.itemsize, 0
-        for part, of in zip(parts[name], alone, strict=True):
-            assert (part.start, part.spec) == (start, of[name])
-            view = part.of(buffer)
-            assert view.shape == part.spec.shape
-            assert not view.numel() or view.stride() == part.spec.strides
+        alignment, start = 1 if is_vector else 128 // spec.dtype.itemsize, 0
+        for member, expected in zip(member_slices[name], separate, strict=True):
+            assert (member.start, member.spec) == (start, expected[name])
+            view = member.of(buffer)
+            assert view.shape == member.spec.shape
+            assert not view.numel() or view.stride() == member.spec.strides
             assert (
                 not view.numel() or view.data_ptr() - buffer.data_ptr() == start * buffer.itemsize
             )
-            # Rows of codes are padded to 16 bytes, the last one too.
+            # Every row of codes is padded to 16 bytes, including the last.
             *rows, width = view.shape
-            size = math.prod(rows) * (part.spec.pitch or width)
-            assert part.spec.extent == size
-            start = -(-(start + size) // step) * step
+            size = math.prod(rows) * (member.spec.pitch or width)
+            assert member.spec.extent == size
+            start = -(-(start + size) // alignment) * alignment
         assert spec.shape == (start,)
 
 
 def test_each_direction_has_its_own_flat_buffers():
-    both = buffers(NVFP4(), (9,), None, columnwise=True, shapes=SHAPES)
+    buffers_of_both = buffers(NVFP4(), (9,), None, columnwise=True, shapes=SHAPES)
     columnwise = buffers(NVFP4(), (9,), None, shapes=SHAPES, rowwise=False, columnwise=True)
-    assert columnwise == {name: both[name] for name in ("codes_t", "scales_t", "amax_t")}
+    assert columnwise == {name: buffers_of_both[name] for name in ("codes_t", "scales_t", "amax_t")}

@@ -1,3 +1,5 @@
+"""The capability table: what ``support`` answers, its reasons, and the printed table."""
+
 import itertools
 
 import pytest
@@ -22,29 +24,33 @@ FORMATS = (
 )
 
 
-FACTS = [
-    *({}, {"columnwise": True}, {"prepacked": True}, {"columnwise": True, "prepacked": True}),
-    *({"shapes": True}, {"columnwise": True, "shapes": True}),
+OPTIONS = [
+    {},
+    {"columnwise": True},
+    {"prepacked": True},
+    {"columnwise": True, "prepacked": True},
+    {"shapes": True},
+    {"columnwise": True, "shapes": True},
 ]
 
 
 @pytest.mark.parametrize(("op", "fmt", "arch"), [*itertools.product(OPS, FORMATS, ARCHITECTURES)])
-def test_every_no_has_a_reason_and_require_repeats_it(op, fmt, arch):
+def test_every_refusal_has_a_reason_and_require_repeats_it(op, fmt, arch):
     plain = support(op, fmt, arch)
     assert not plain or arch in capability._RUNS.get((op, None if fmt is None else fmt.name), ())
-    for facts in FACTS:
-        status = support(op, fmt, arch, **facts)
-        assert plain or not status, "a fact made a no a yes"
+    for options in OPTIONS:
+        status = support(op, fmt, arch, **options)
+        assert plain or not status, "an option must not add support"
         if status:
             assert status.reason == ""
-            require(op, fmt, arch, **facts)
+            require(op, fmt, arch, **options)
             continue
         assert status.reason
         with pytest.raises(NotImplementedError, match=contains_all(op, arch, status.reason)):
-            require(op, fmt, arch, **facts)
+            require(op, fmt, arch, **options)
 
 
-def test_the_table_names_ops_formats_and_architectures_that_there_are():
+def test_the_table_names_existing_ops_formats_and_architectures():
     for (op, name), archs in capability._RUNS.items():
         assert op in OPS
         assert name is None or name in RECORDS
@@ -60,7 +66,7 @@ def no_mxfp8(monkeypatch):
     )
 
 
-def test_an_added_row_is_an_added_format(monkeypatch, no_mxfp8):
+def test_adding_a_row_adds_a_format(monkeypatch, no_mxfp8):
     assert support("grouped_quantize", MXFP8(), "reference").reason == "MXFP8 is not built yet"
     monkeypatch.setitem(capability._RUNS, ("grouped_quantize", "mxfp8"), ("reference", "sm_100a"))
     assert support("grouped_quantize", MXFP8(), "reference")
@@ -73,7 +79,7 @@ def test_an_added_row_is_an_added_format(monkeypatch, no_mxfp8):
     assert "| `grouped_quantize` | MXFP8 | yes | - | yes |" in markdown_table()
 
 
-def test_prepacked_weights():
+def test_prepacked_weights_are_for_the_reference_and_sm_90a():
     for fmt in (NVFP4(), NVFP4(block=(16, 16))):
         assert [bool(support("grouped_gemm", fmt, a, prepacked=True)) for a in ARCHITECTURES] == [
             True,
@@ -88,20 +94,20 @@ def test_prepacked_weights():
         )
 
 
-def test_a_reason_against_the_format_comes_first(no_mxfp8):
+def test_the_reason_about_the_format_comes_first(no_mxfp8):
     assert (
         support("grouped_gemm", MXFP8(), "sm_100a", prepacked=True).reason
         == "MXFP8 is not built yet"
     )
 
 
-def test_dtypes_that_an_op_does_not_take():
+def test_reasons_name_the_dtypes_of_an_op():
     assert (
         "bfloat16 or float16, not float32"
         in support("grouped_gemm_w4a16", NVFP4(), "sm_90a", dtype=F32).reason
     )
     assert "tf32" in support("grouped_gemm", None, "sm_90a", dtype=F32).reason
-    # Quantized on the way.
+    # The op quantizes fp32 activations on the fly.
     assert support("grouped_gemm", NVFP4(), "sm_90a", dtype=F32)
 
 
@@ -134,14 +140,14 @@ def test_unknown_names_raise(arguments, error, words):
         support(*arguments)
 
 
-def test_the_printed_table_says_what_support_says():
+def test_the_printed_table_agrees_with_support():
     lines = markdown_table().splitlines()
     assert lines[0].split("|")[3:-1] == [f" {arch} " for arch in ARCHITECTURES]
     cells = {}
     for line in lines[2:]:
-        _, op, titles, *answers, _ = (cell.strip() for cell in line.split("|"))
-        for title in titles.split(", "):
-            cells[op.strip("`"), title] = [answer == "yes" for answer in answers]
+        _, op, format_titles, *supported, _ = (cell.strip() for cell in line.split("|"))
+        for title in format_titles.split(", "):
+            cells[op.strip("`"), title] = [answer == "yes" for answer in supported]
     assert len(cells) > 20
     rows = {
         "bf16": (None, BF16),
@@ -154,9 +160,9 @@ def test_the_printed_table_says_what_support_says():
         prepacked = title.startswith("prepacked")
         if op.startswith("compute_"):
             dtype = dtype and torch.int32
-        answers = [
+        supported = [
             bool(support(op, fmt, arch, dtype=dtype, prepacked=prepacked)) for arch in ARCHITECTURES
         ]
         if op.startswith("compute_") and fmt is None:
             title = "int32"
-        assert cells.get((op, title), [False] * len(ARCHITECTURES)) == answers
+        assert cells.get((op, title), [False] * len(ARCHITECTURES)) == supported

@@ -56,6 +56,8 @@ def test_format_class_with_old_names_warns_and_works():
 
         @dataclasses.dataclass(frozen=True)
         class Custom(Format):
+            """Format whose class still uses the old attribute names."""
+
             name: ClassVar[str] = "custom"
             scale: ClassVar[None] = None
             second_level: ClassVar[GlobalScale] = GlobalScale("group", ("amax", "scale"))

@@ -1,4 +1,4 @@
-"""What nobody wrote a formula for is refused: no dispatch ends in the formula of something else."""
+"""Values without a formula are refused; no dispatch falls through to another formula."""
 
 import dataclasses
 from typing import ClassVar
@@ -42,7 +42,7 @@ E3M2 = ElementType("e3m2", 6, 28.0, torch.uint8)
 
 @dataclasses.dataclass(frozen=True)
 class Nibbles(Format):
-    """E2M1 codes with powers of two, as MXFP4 has them."""
+    """E2M1 codes with power-of-two scales, as in MXFP4."""
 
     nan_scales: bool = False
     name: ClassVar[str] = "nibbles"
@@ -54,14 +54,14 @@ class Nibbles(Format):
 
 
 class SixBits(Nibbles):
-    """Codes of six bits."""
+    """Six-bit codes."""
 
     element: ClassVar[ElementType] = E3M2
 
 
 @pytest.fixture
 def hardswish(monkeypatch):
-    """An activation whose curve has no formula."""
+    """Register an activation whose curve has no formula."""
     monkeypatch.setitem(activations._FACTS, "hardswish", ("hardswish", False))
     monkeypatch.setattr(activations, "ACTIVATIONS", tuple(activations._FACTS))
     yield "hardswish"
@@ -69,7 +69,7 @@ def hardswish(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["reference", "emulated:sm_90a", "emulated:sm_100a"])
-def test_an_unknown_curve_is_refused_by_ops(hardswish, backend):
+def test_ops_refuse_an_unknown_curve(hardswish, backend):
     import cute_kernels
 
     x, weight, offs = (
@@ -114,7 +114,7 @@ def test_an_unknown_curve_is_refused_by_ops(hardswish, backend):
             call()
 
 
-def test_an_unknown_curve_has_no_formula_on_either_side(hardswish, monkeypatch):
+def test_neither_reference_nor_kernels_compute_an_unknown_curve(hardswish, monkeypatch):
     act = Activation(hardswish)
     x = torch.ones(2, 4)
     uses = (
@@ -129,7 +129,7 @@ def test_an_unknown_curve_has_no_formula_on_either_side(hardswish, monkeypatch):
     for use in uses:
         with pytest.raises(UnsupportedError, match="'hardswish'"):
             use()
-    # Listed, but of a family that nobody computes.
+    # Listed, but in a family that neither side computes.
     monkeypatch.setitem(activations.CURVES, "hardswish", Curve("piecewise"))
     for use in (uses[2], uses[3], uses[4]):
         with pytest.raises(
@@ -139,15 +139,15 @@ def test_an_unknown_curve_has_no_formula_on_either_side(hardswish, monkeypatch):
             use()
 
 
-def test_reference_and_kernels_have_formulas_of_the_same_families():
+def test_reference_and_kernels_know_the_same_families_of_curves():
     families = {curve.family for curve in activations.CURVES.values()}
     assert families == set(reference_activations._FORMULAS) == set(activation_curves.CURVE_FAMILIES)
     assert {curve for curve, _ in activations._FACTS.values()} == set(activations.CURVES)
     assert formula_of(Activation("silu"), {"sigmoid": 1}) == 1
 
 
-def test_codes_are_decoded_by_what_their_record_says():
-    """Not by how many bits they have."""
+def test_the_record_chooses_the_decoder():
+    """The decoder does not depend on the number of bits."""
     kinds = {"nibbles": NibbleValues, "bytes": ByteValues}
     for fmt in (kind.fmt for kind in OPERANDS.values() if kind.fmt is not None):
         assert isinstance(values_of(fmt, "bfloat16"), kinds[fmt.decoder_kind])
@@ -159,13 +159,13 @@ def test_codes_are_decoded_by_what_their_record_says():
             values_of(fmt, "bfloat16")
 
 
-def test_formats_of_bytes_are_those_whose_codes_are(monkeypatch):
-    """Wherever they stand in the list."""
+def test_byte_formats_are_found_by_their_code_size(monkeypatch):
+    """Their position in the list does not matter."""
     monkeypatch.setitem(RECORDS, "nibbles", Nibbles)
     monkeypatch.setitem(RECORDS, "six_bits", SixBits)
     assert capability.with_byte_codes(("fp8", "nibbles", "mxfp8", "six_bits")) == ("fp8", "mxfp8")
     for op in ("grouped_gemm_w4a8", "moe_quantize_gradient"):
-        names = {name for other, name in capability._RUNS if other == op}
+        names = {name for row_op, name in capability._RUNS if row_op == op}
         assert names == {name for name in capability._FORMATS if RECORDS[name]().element.bits == 8}
 
 
@@ -179,7 +179,7 @@ def test_elements_without_a_conversion_are_refused():
         pack(dataclasses.replace(E3M2, bits=2), torch.zeros(4, dtype=torch.uint8))
 
 
-def test_words_of_records_are_checked():
+def test_literals_of_records_are_checked():
     with pytest.raises(ValueError, match="layout must be tiles_128x4 or mn_major, got 'rows'"):
         BlockScale(E4M3, 16, "rows")
     with pytest.raises(ValueError, match="per must be group or row, got 'column'"):

@@ -1,3 +1,5 @@
+"""Format records: their values, texts, derived properties and errors."""
+
 import copy
 import itertools
 import pickle
@@ -9,16 +11,16 @@ from cute_kernels.capability import why_unsupported
 from cute_kernels.formats import E4M3, E5M2, FP8, MXFP8, NVFP4, FP8Block, parse
 from tests.helpers import F16, assert_value_semantics, contains_all
 
-EVERY = (NVFP4(), NVFP4(row_scaled=True), MXFP8(), FP8Block(), FP8())
+ALL_FORMATS = (NVFP4(), NVFP4(row_scaled=True), MXFP8(), FP8Block(), FP8())
 
 
-@pytest.mark.parametrize("fmt", EVERY, ids=str)
+@pytest.mark.parametrize("fmt", ALL_FORMATS, ids=str)
 def test_records_are_values(fmt):
     assert_value_semantics(fmt)
 
 
 @pytest.mark.parametrize(("bound", "per"), [*itertools.product((None, 256, 448), ("group", "row"))])
-def test_the_bound_of_block_scales_decides_the_second_level(bound, per):
+def test_the_largest_block_scale_sets_the_global_scale(bound, per):
     fmt = NVFP4(row_scaled=per == "row", four_over_six=True, e4m3_max=bound)
     want = bound or 256
     assert fmt.e4m3_max == want and fmt.tensor_max == 6.0 * want
@@ -32,7 +34,7 @@ def test_messages_show_texts():
     assert str(fmt) == f"{fmt}" == fmt.text and "row_scaled=False" in repr(fmt)
 
 
-def test_a_list_is_taken_as_block():
+def test_a_block_may_be_a_list():
     assert NVFP4(block=[16, 16]) == NVFP4(block=(16, 16))
     hash(NVFP4(block=[16, 16]))
 
@@ -83,7 +85,7 @@ def test_fp8_element_follows_the_dtype(cls, dtype, element):
         (lambda: FP8(scaling="later"), ValueError, ["scaling", "current or delayed", "'later'"]),
     ],
 )
-def test_meaningless_records_raise_and_say_why(make, error, words):
+def test_invalid_records_raise(make, error, words):
     with pytest.raises(error, match=contains_all(*words)):
         make()
 
@@ -129,27 +131,27 @@ def test_a_record_has_one_text(text, fmt):
         ("fp8_block:amax_epsilon=small", ["amax_epsilon", "0.0", "'small'"]),
     ],
 )
-def test_texts_of_no_record_raise_and_say_why(text, words):
+def test_invalid_texts_raise(text, words):
     with pytest.raises(ValueError, match=contains_all(*words)):
         parse(text)
 
 
-@pytest.mark.parametrize("fmt", EVERY, ids=str)
-def test_records_say_what_consumers_ask(fmt):
-    level = fmt.global_scale
-    assert level is fmt.global_scale  # each call of an op asks, so it is not made anew
+@pytest.mark.parametrize("fmt", ALL_FORMATS, ids=str)
+def test_records_describe_their_buffers_and_global_scales(fmt):
+    global_scale = fmt.global_scale
+    assert global_scale is fmt.global_scale  # cached, because every call of an op reads it
     assert not why_unsupported(fmt)
-    assert (fmt.columnwise_global_scale is None) == (level is None)
-    assert level is None or fmt.global_scale_for(columnwise=True).per == "group"
+    assert (fmt.columnwise_global_scale is None) == (global_scale is None)
+    assert global_scale is None or fmt.global_scale_for(columnwise=True).per == "group"
     assert {name.removesuffix("_t") for name in fmt.buffer_names(True)} == set(
         fmt.buffer_names(False)
     )
 
 
-@pytest.mark.parametrize("fmt", EVERY, ids=str)
-def test_pickles_and_copies_of_records_hold_no_computed_names(fmt):
+@pytest.mark.parametrize("fmt", ALL_FORMATS, ids=str)
+def test_pickles_and_copies_omit_cached_names(fmt):
     state = pickle.dumps(fmt)
     assert b"operand_names" not in state and b"global_scale" not in state
-    for made in (pickle.loads(state), copy.copy(fmt), copy.deepcopy(fmt)):
-        assert made == fmt and made.operand_names(True) == fmt.operand_names(True)
-        assert made.global_scale_for(True) == fmt.columnwise_global_scale
+    for duplicate in (pickle.loads(state), copy.copy(fmt), copy.deepcopy(fmt)):
+        assert duplicate == fmt and duplicate.operand_names(True) == fmt.operand_names(True)
+        assert duplicate.global_scale_for(True) == fmt.columnwise_global_scale

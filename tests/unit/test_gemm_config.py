@@ -1,4 +1,4 @@
-"""Configurations, constraints and the choice of a tile; needs no CuTe DSL."""
+"""Configurations of sm_100a GEMMs: limits, errors and the choice of a tile. Needs no CuTe DSL."""
 
 from dataclasses import replace
 
@@ -41,8 +41,8 @@ NUM_SMS = 148
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_memory_of_every_tile_fits(config):
-    # Four warps stage blocks of 32 rows, of 128 bytes, or of 32 columns where operands are swapped.
+def test_every_tile_fits_shared_and_tensor_memory(config):
+    # Four warps each stage 32 rows of 128 bytes, or 32 rows of 32 columns for swapped operands.
     staged = 4 * config.num_store_stage * 32 * 128
     if config.tile.swap_ab:
         staged = 4 * 32 * 32 * (4 if config.out_dtype == "float32" else 2)
@@ -54,16 +54,16 @@ def test_memory_of_every_tile_fits(config):
     assert stages + staged <= 227 * 1024 - 2048
     used = 2 * config.tile.n - config.acc_overlap + sum(config.sf_columns)
     assert used <= TMEM_COLUMNS
-    # The epilogue gives shared columns back before it has read half of an accumulator.
+    # The epilogue releases shared columns before it has read half of an accumulator.
     assert config.acc_overlap <= config.tile.n // 2
 
 
-def test_a_format_finds_its_kind_by_element_and_scale():
+def test_operand_kinds_follow_element_and_scale():
     for fmt in (NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))):
         assert operand_of(fmt) is OPERANDS["nvfp4"]
     bounds = NVFP4(four_over_six=True, e4m3_max=448), NVFP4(four_over_six=True)
     kinds = [operand_of(fmt) for fmt in bounds]
-    assert [kind.level_factor for kind in kinds] == [1 / 2688, 1 / 1536]
+    assert [kind.global_scale_factor for kind in kinds] == [1 / 2688, 1 / 1536]
     assert kinds[0] is OPERANDS["nvfp4"]
     for fmt in (FP8(), FP8(scaling="delayed")):
         assert operand_of(fmt) is OPERANDS["fp8"]
@@ -96,7 +96,7 @@ def test_a_format_finds_its_kind_by_element_and_scale():
         ({"grouping": "k_grouped", "tile": Sm100Tile(128, 128, swap_partial=True)}, "swap_partial"),
     ],
 )
-def test_meaningless_configurations_are_refused(fields, message):
+def test_invalid_configurations_raise(fields, message):
     with pytest.raises(ValueError, match=message):
         Sm100GemmConfig(**{"operand": "nvfp4"} | fields)
 
@@ -113,7 +113,7 @@ def test_meaningless_configurations_are_refused(fields, message):
         ({"groups": 2**29, "n": 2**16}, "tiles"),
     ],
 )
-def test_can_implement_says_why_not(fields, reason):
+def test_can_implement_gives_a_reason(fields, reason):
     config = Sm100GemmConfig("nvfp4")
     assert config.can_implement(PROBLEM)
     support = config.can_implement(replace(PROBLEM, **fields))
@@ -129,7 +129,7 @@ def test_can_implement_bounds_ragged_k():
 
 
 @pytest.mark.parametrize(
-    "rows_each, tile",
+    "rows_per_group, tile",
     [
         (1, Sm100Tile(128, 32, swap_ab=True)),
         (32, Sm100Tile(128, 32, swap_ab=True)),
@@ -139,12 +139,12 @@ def test_can_implement_bounds_ragged_k():
         (4096, Sm100Tile(256, 256, 2, swap_partial=True)),
     ],
 )
-def test_the_tile_follows_the_rows_of_a_group(rows_each, tile):
-    problem = replace(PROBLEM, rows=rows_each * PROBLEM.groups)
+def test_the_tile_follows_the_rows_of_a_group(rows_per_group, tile):
+    problem = replace(PROBLEM, rows=rows_per_group * PROBLEM.groups)
     chosen = choose_config(Sm100GemmConfig("nvfp4"), problem, NUM_SMS)
     assert chosen.tile == tile
-    others = (replace(chosen, tile=tile) for tile in preferred_tiles(chosen))
-    costs = [estimated_cycles(config, problem, NUM_SMS) for config in others]
+    alternatives = (replace(chosen, tile=tile) for tile in preferred_tiles(chosen))
+    costs = [estimated_cycles(config, problem, NUM_SMS) for config in alternatives]
     assert estimated_cycles(chosen, problem, NUM_SMS) == min(costs)
 
 

@@ -1,3 +1,5 @@
+"""Host utilities: environment settings, trusted files, locks across forks, and the bug report."""
+
 import importlib.metadata
 import os
 import signal
@@ -16,7 +18,7 @@ NOBODY = 65534
 
 
 @pytest.fixture(autouse=True)
-def no_warnings_given(monkeypatch):
+def forget_warnings(monkeypatch):
     monkeypatch.setattr(settings, "_warned", set())
 
 
@@ -35,7 +37,7 @@ def read(folder, name="file"):
 
 
 @pytest.mark.parametrize("text", ["", "2", "y", "none", "enabled"])
-def test_what_is_no_boolean_is_an_error(text):
+def test_texts_that_are_not_booleans_raise(text):
     with pytest.raises(ValueError, match=f"NAME must be one of .*, got '{text}'"):
         settings.boolean("NAME", text)
 
@@ -43,7 +45,7 @@ def test_what_is_no_boolean_is_an_error(text):
 @pytest.mark.parametrize(
     ("text", "is_on"), [(None, True), ("", True), ("on", True), ("off", False), ("False", False)]
 )
-def test_the_kernel_cache_is_turned_off_by_any_no(monkeypatch, text, is_on):
+def test_the_environment_turns_the_kernel_cache_off(monkeypatch, text, is_on):
     if text is None:
         monkeypatch.delenv("CUTE_KERNELS_CACHE", raising=False)
     else:
@@ -59,12 +61,12 @@ def test_a_cache_folder_of_an_unknown_user(monkeypatch, variable):
         assert settings.cache_root() is None
 
 
-def test_a_file_comes_back(folder):
+def test_a_written_file_can_be_read(folder):
     assert read(folder) == b"code"
     assert [path.name for path in folder.iterdir()] == ["file"]
 
 
-def test_nothing_is_writable_by_others_whatever_the_umask(tmp_path):
+def test_files_are_not_writable_by_others_under_any_umask(tmp_path):
     before = os.umask(0)
     try:
         make_folder(tmp_path / "folder")
@@ -76,7 +78,7 @@ def test_nothing_is_writable_by_others_whatever_the_umask(tmp_path):
 
 @pytest.mark.parametrize("mode", [0o20, 0o02])
 @pytest.mark.parametrize("name", ["", "file"])
-def test_what_others_can_write_is_not_read(folder, name, mode):
+def test_paths_that_others_can_write_are_refused(folder, name, mode):
     path = folder / name
     path.chmod(path.stat().st_mode | mode)
     with pytest.raises(PermissionError, match="other users may write it.*chmod go-w"):
@@ -85,13 +87,13 @@ def test_what_others_can_write_is_not_read(folder, name, mode):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("name", ["", "file"])
-def test_what_another_user_owns_is_not_read(folder, name):
+def test_paths_of_another_user_are_refused(folder, name):
     os.chown(folder / name, NOBODY, NOBODY)
     with pytest.raises(PermissionError, match=f"belongs to user {NOBODY}, not to 0 or root"):
         read(folder)
 
 
-def test_the_target_of_a_link_is_what_counts(folder):
+def test_the_target_of_a_link_is_checked(folder):
     (folder / "link").symlink_to("file")
     assert read(folder, "link") == b"code"
     (folder / "file").chmod(0o666)
@@ -99,7 +101,7 @@ def test_the_target_of_a_link_is_what_counts(folder):
         read(folder, "link")
 
 
-def test_what_is_no_file_is_not_read(folder):
+def test_pipes_and_folders_are_refused(folder):
     os.mkfifo(folder / "pipe", 0o644)
     (folder / "inner").mkdir()
     for name in ("pipe", "inner"):
@@ -108,7 +110,7 @@ def test_what_is_no_file_is_not_read(folder):
 
 
 def in_child(work):
-    """The exit status of a forked child that runs ``work``; 14 if it hangs."""
+    """Return the exit status of a forked child that runs ``work``; 14 if it hangs."""
     child = os.fork()
     if not child:
         signal.alarm(20)
@@ -122,53 +124,53 @@ def in_child(work):
 
 def test_a_lock_of_another_thread_is_free_in_a_child():
     orphaned = []
-    lock, other = ForkSafeLock(lambda: orphaned.append(1)), ForkSafeLock()
-    held, leave = threading.Event(), threading.Event()
+    lock, second_lock = ForkSafeLock(lambda: orphaned.append(1)), ForkSafeLock()
+    acquired, release = threading.Event(), threading.Event()
 
     def hold():
         with lock:
-            held.set()
-            leave.wait()
+            acquired.set()
+            release.wait()
 
     def take():
-        with lock, lock, other:
+        with lock, lock, second_lock:
             assert orphaned == [1]
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait()
+    acquired.wait()
     try:
         assert in_child(take) == 0
     finally:
-        leave.set()
+        release.set()
         thread.join()
     assert not orphaned
     with lock:
         assert in_child(lambda: None) == 0
 
 
-def test_a_lock_of_the_forking_thread_stays_its_own():
+def test_a_lock_of_the_forking_thread_stays_locked():
     lock = ForkSafeLock(lambda: os._exit(2))
-    taken = []
+    acquired = []
 
     def work():
         def steal():
             with lock:
-                taken.append(1)
+                acquired.append(1)
 
         thread = threading.Thread(target=steal, daemon=True)
         thread.start()
         time.sleep(0.05)
-        assert not taken
+        assert not acquired
         lock.__exit__(None, None, None)
         thread.join()
-        assert taken
+        assert acquired
 
     with lock:
         assert in_child(work) == 0
 
 
-def test_report_says_what_a_bug_report_needs(monkeypatch, tmp_path):
+def test_the_report_lists_versions_and_settings(monkeypatch, tmp_path):
     monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CUTE_KERNELS_BACKEND", "nope")
     pairs = dict(report())

@@ -1,7 +1,7 @@
-"""How the bytes of each format are made and read inside kernels: one file a format.
+"""Codecs of the formats inside kernels, one file per format.
 
-What only one architecture needs stands beside it, in a file that is named after both. ``base`` says
-what a codec has to offer, ``bytes`` what formats of FP8 codes share.
+Code for one architecture is in a file named after the element type and the architecture. ``base``
+defines the interface of a codec. ``bytes`` and ``nibbles`` have what 8-bit and 4-bit codes share.
 """
 
 from ...formats import parse
@@ -13,7 +13,7 @@ from .nvfp4 import NVFP4Codec
 
 __all__ = ["CODECS", "Codec", "GlobalScaleRegisters", "codec_of"]
 
-#: The codec of each format, by the name of its record.
+#: Codec class by the name of the format's record.
 CODECS: dict[str, type[Codec]] = {
     "fp8": FP8Codec,
     "fp8_block": FP8BlockCodec,
@@ -23,6 +23,6 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def codec_of(text: str, dtype: str, arch: str | None = None) -> Codec:
-    """The codec of the format whose canonical text is ``text``; see ``Codec`` for the rest."""
+    """Return the codec of the format whose canonical text is ``text``; see ``Codec``."""
     fmt = parse(text)
     return CODECS[fmt.name](fmt, dtype, arch)

@@ -1,22 +1,22 @@
 """E2M1 codes on sm_90a.
 
-sm_90a has no instruction that rounds to E2M1; fp16 does it, two elements at a time. With
-y = fl(x * enc), take
+sm_90a has no instruction that rounds to E2M1. Conversions to fp16 do it, two elements at a time.
+With y = fl(x * enc), take
 
   h = fp16(fl(y * s))    s = 513/512 * 2^-14
 
-The power of two puts E2M1's exponents 0 to 3 on those of fp16, its subnormals on fp16's. The rest
-of s puts the ties of E2M1 on ties of fp16 that fall to the same side: a tie is an odd multiple of
-a quarter, (2j + 1)/4 times a power of two, and times 513/512 that is an odd multiple of half a unit
-of h, (2j + 1) * 513, beside which the even unit is the lower one just if j is even. Nothing else
-changes sides, because fl and fp16 are monotonic and fl keeps ties and their neighbours apart. So h
-tells every y from the next code's, and what is left is to move its borders to where bits change:
+The power of two puts E2M1's exponents 0 to 3 on those of fp16, and its subnormals on fp16's. The
+rest of s puts the ties of E2M1 on ties of fp16 that round to the same side. A tie is an odd
+multiple of a quarter, (2j + 1)/4 times a power of two. Times 513/512 that is an odd multiple of
+half a unit of h, (2j + 1) * 513, whose even neighbour is the lower one just if j is even. Nothing
+else changes sides, because fl and fp16 are monotonic and fl keeps ties and their neighbours
+distinct. So h separates every y from the next code's, and only its borders remain to be moved to
+where bits change:
 
   h = fp16(min(|h|, 6 s) * 1021.5/1024)    code = (bits of h + 0x100) >> 9, sign apart
 
-The high byte of h is s000 eemx, the code and the bit that rounds. Limiting |h| also takes NaN to
-the code 7 of the format's rule. A test goes through every
-border of h.
+The high byte of h is s000 eemx, the code and the bit that rounds. Limiting |h| also turns NaN into
+the code 7, as the format requires. A test goes through every border of h.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _SCALE = "0f38804000"
 _LIMIT = "0x0E030E03"
 _BACK = "0x3BFB3BFB"
 
-#: x{i} as fp32, by dtype and part of the word.
+#: PTX that sets x{i} to an element as fp32, by dtype and half of the word.
 _WIDEN = {
     ("bfloat16", 0): "shl.b32 wide, {word}, 16; mov.b32 x{i}, wide;",
     ("bfloat16", 1): "and.b32 wide, {word}, 0xFFFF0000; mov.b32 x{i}, wide;",
@@ -47,18 +47,22 @@ _WIDEN = {
 
 def encode(
     words: Sequence[Uint32],
-    places: Sequence[tuple[int, int]],
+    positions: Sequence[tuple[int, int]],
     factor: Float32,
     dtype: str,
     swizzle_xor: Int32 | int = 0,
 ) -> Uint32:
-    """Eight elements as one word of codes, the first in the low nibble.
+    """Encode eight elements as one word of codes, the first in the low nibble.
 
-    ``places`` say where each is: which word, and which part of it. With ``swizzle_xor``, 0, 2, 4 or 6,
-    element i is that of nibble i ^ swizzle_xor.
+    Args:
+        words: Words of the elements.
+        positions: Word and half of the word of each element.
+        factor: Encode factor.
+        dtype: Data type of the elements.
+        swizzle_xor: 0, 2, 4 or 6: element i goes to nibble i ^ swizzle_xor.
     """
     factor_in, order_in = f"${len(words) + 1}", f"${len(words) + 2}"
-    elements = [(f"${word + 1}", part) for word, part in places]
+    elements = [(f"${word + 1}", half) for word, half in positions]
     # Elements 0, 2, 4 and 6 are the low nibbles of bytes, the others the high ones.
     even = _bytes_of_codes("even", elements[0::2], factor_in, order_in, dtype)
     odd = _bytes_of_codes("odd", elements[1::2], factor_in, order_in, dtype)
@@ -72,7 +76,7 @@ def encode(
 
 
 def byte_order(swizzle_xor: Int32 | int) -> Uint32:
-    """What ``prmt`` takes the high bytes of the halves of two words by: 1, 3, 5, 7."""
+    """Return the ``prmt`` selector of the high bytes of the halves of two words: 1, 3, 5, 7."""
     order = Uint32(0x7531)
     # Byte i of the result comes from half i ^ swizzle_xor / 2.
     return order if isinstance(swizzle_xor, int) else order ^ Uint32(swizzle_xor) * Uint32(0x1111)
@@ -81,16 +85,20 @@ def byte_order(swizzle_xor: Int32 | int) -> Uint32:
 def _bytes_of_codes(
     name: str, elements: Sequence[tuple[str, int]], factor: str, order: str, dtype: str
 ) -> str:
-    """PTX that sets register ``name`` to the codes of four elements, the high nibbles of its bytes.
+    """Return PTX that sets the high nibbles of register ``name`` to the codes of four elements.
 
-    ``elements`` are the name of an element's word, and which part of the word it is; the operand
-    ``order`` says which byte comes from which element.
+    Args:
+        name: Register.
+        elements: Name of each element's word, and half of the word.
+        factor: Operand with the encode factor.
+        order: Operand with the byte order, see ``byte_order``.
+        dtype: Data type of the elements.
     """
     body = ""
     for p in range(2):
         for i in range(2):
-            word, part = elements[2 * p + i]
-            body += f"""{_WIDEN[dtype, part].format(word=word, i=i)}
+            word, half = elements[2 * p + i]
+            body += f"""{_WIDEN[dtype, half].format(word=word, i=i)}
 		mul.rn.f32 x{i}, x{i}, {factor};
 		mul.rn.f32 x{i}, x{i}, {_SCALE};
 		"""

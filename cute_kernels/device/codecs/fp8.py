@@ -1,6 +1,7 @@
 """FP8 with one scale per group: from the amax of this tensor ("current"), or given ("delayed").
 
-scale = fl(FP8_MAX / amax), scale_inv = fl(1 / scale), code = sat_rn_fp8(fl(x * scale)). No blocks.
+scale = fl(FP8_MAX / amax), scale_inv = fl(1 / scale), code = sat_rn_fp8(fl(x * scale)). There are
+no blocks.
 """
 
 from typing import NamedTuple
@@ -15,21 +16,26 @@ _FMAX_BITS = 0x7F7FFFFF
 
 
 class FP8GlobalScale(NamedTuple):
-    """What an element of a group (``scale``) and a code (``scale_inv``) is multiplied by."""
+    """Global scale in registers.
+
+    Attributes:
+        scale: fp32 factor of an element.
+        scale_inv: fp32 factor of a code.
+    """
 
     scale: Float32
     scale_inv: Float32
 
 
 class FP8Codec(ByteCodec):
-    """E4M3 or E5M2 codes, and a scale a group."""
+    """E4M3 or E5M2 codes with one scale per group."""
 
     def global_scale(self, amax: Float32) -> FP8GlobalScale:
-        """The scale, at most FMAX, and 1 where the amax is 0, infinite or NaN; its reciprocal.
+        """Return the scale and its reciprocal.
 
-        Where the caller gives scales, ``amax`` is the scale. With ``nan_scales`` the reciprocal is
-        NaN where the amax is infinite; that of a scale that is given becomes NaN where the amax is
-        known (``AmaxKernels.merge``).
+        The scale is at most FMAX, and 1 if the amax is 0, infinite or NaN. If the caller gives
+        scales, ``amax`` is the scale. With ``nan_scales`` the reciprocal is NaN if the amax is
+        infinite; for a given scale it becomes NaN once the amax is known (``AmaxKernels.merge``).
         """
         if self.fmt.has_given_scale:
             return FP8GlobalScale(amax, asm("rcp.rn.f32 $0, $1;", [Float32], [amax]))
@@ -51,10 +57,13 @@ class FP8Codec(ByteCodec):
         )
 
     def zero_global_scale(self) -> FP8GlobalScale:
+        """Return zeros."""
         return FP8GlobalScale(Float32(0.0), Float32(0.0))
 
-    def global_scale_outputs(self, level: FP8GlobalScale) -> tuple[Float32, ...]:
-        return tuple(getattr(level, name) for name in self.global_scale_names)
+    def global_scale_outputs(self, global_scale: FP8GlobalScale) -> tuple[Float32, ...]:
+        """Return the stored numbers, in order of ``global_scale_names``."""
+        return tuple(getattr(global_scale, name) for name in self.global_scale_names)
 
-    def block_scale(self, a: Float32, level: FP8GlobalScale) -> tuple[None, Float32]:
-        return None, level.scale
+    def block_scale(self, a: Float32, global_scale: FP8GlobalScale) -> tuple[None, Float32]:
+        """Return no scale, and the scale of the group as the encode factor."""
+        return None, global_scale.scale

@@ -1,9 +1,9 @@
-"""FP8 with an fp32 scale a block of 128, in the order that makes it exact (see ``reference``).
+"""FP8 with an fp32 scale per block of 128, in the order that makes it exact (see ``reference``).
 
-Powers of two need no division. FP8_MAX is 1.75 times a power of two, 448 of 2^8 and 57344 of 2^15,
-so with a = m 2^e the quotient FP8_MAX / a is at least that power times 2^-e just if m <= 1.75, and
-no rounding takes it across: below such an m it stays under 1 - 2^-24, the number before one. In
-bits, where an exponent counts 2^23: that of the quotient is
+Powers of two need no division. FP8_MAX is 1.75 times a power of two, 448 of 2^8 and 57344 of 2^15.
+So with a = m 2^e the quotient FP8_MAX / a is at least that power times 2^-e just if m <= 1.75. No
+rounding crosses it: below such an m it stays under 1 - 2^-24, the number before one. In bits, where
+an exponent counts 2^23, the quotient is
 
   top - (bits of a + 0x1FFFFF without mantissa)
 
@@ -18,7 +18,7 @@ from .base import GlobalScaleRegisters, nan_if_infinite
 from .bytes import ByteCodec
 
 _MANTISSA, _BIAS = 23, 127
-#: The largest number of each dtype of inputs: what an infinite quotient becomes.
+#: Bits of the largest number of each input dtype, which replaces an infinite quotient.
 _LARGEST_BITS = {"bfloat16": 0x7F7F0000, "float16": 0x477FE000, "float32": 0x7F7FFFFF}
 _POW2 = """{
 	.reg .pred plain;
@@ -48,14 +48,15 @@ _ANY = """{
 
 
 class FP8BlockCodec(ByteCodec):
-    """E4M3 or E5M2 codes, and an fp32 scale a block."""
+    """E4M3 or E5M2 codes with an fp32 scale per block."""
 
     fmt: FP8Block
 
-    def block_scale(self, a: Float32, level: GlobalScaleRegisters) -> tuple[Uint32, Float32]:
-        """The bits of scale_inv, and the scale: FP8_MAX / a; 1 where ``a`` is 0 or infinite.
+    def block_scale(self, a: Float32, global_scale: GlobalScaleRegisters) -> tuple[Uint32, Float32]:
+        """Return the bits of scale_inv, and the scale FP8_MAX / a.
 
-        With ``nan_scales`` scale_inv is NaN where ``a`` is infinite.
+        The scale is 1 if ``a`` is 0 or infinite. With ``nan_scales`` scale_inv is NaN if ``a`` is
+        infinite.
         """
         if self.fmt.amax_epsilon:
             a = asm("max.f32 $0, $1, $2;", [Float32], [a, Float32(self.fmt.amax_epsilon)])
@@ -70,4 +71,5 @@ class FP8BlockCodec(ByteCodec):
         return self._stored(bits_as_f32(inverse), a), bits_as_f32(scale)
 
     def _stored(self, inverse: Float32, a: Float32) -> Uint32:
+        """Return the bits of scale_inv as they are stored."""
         return f32_as_bits(nan_if_infinite(a, inverse) if self.fmt.nan_scales else inverse)

@@ -1,4 +1,4 @@
-"""MXFP8: FP8 codes with an E8M0 scale a block of 32, see ``cute_kernels.reference``.
+"""MXFP8: FP8 codes with an E8M0 scale per block of 32, see ``cute_kernels.reference``.
 
 e = e8m0(fl(a * fl(1 / FP8_MAX))), rounded up; code = sat_rn_fp8(fl(x * 2^(127 - e))).
 """
@@ -9,9 +9,9 @@ from ..ptx import asm, bits_as_f32
 from .base import GlobalScaleRegisters
 from .bytes import ByteCodec
 
-#: A mantissa that is not zero carries into the exponent; of subnormals only those above 2^-127 do,
-#: whose bits are 0x400000. 2^-127 is what the smallest factor and scale are. Of an infinite amax
-#: the exponent is 255.
+#: A mantissa that is not zero carries into the exponent. Subnormal numbers carry only above 2^-127,
+#: whose bits are 0x400000. The smallest factor and scale are 2^-127. The exponent of
+#: an infinite amax is 255.
 _SCALE = """{
 	.reg .pred above;
 	.reg .b32 v;
@@ -25,7 +25,7 @@ _SCALE = """{
 	shl.b32 v, v, 23;
 	max.u32 $1, v, 0x00400000;
 }"""
-#: The same, but 255, which is NaN, is stored for an infinite amax; the factor is that of 254.
+#: ``_SCALE``, but 255, which is NaN, is stored for an infinite amax; its factor is that of 254.
 _NAN_SCALE = """{
 	.reg .pred above;
 	.reg .b32 v;
@@ -51,10 +51,10 @@ _DECODE = """{
 
 
 class MXFP8Codec(ByteCodec):
-    """E4M3 or E5M2 codes, and a power of two a block."""
+    """E4M3 or E5M2 codes with a power of two per block."""
 
-    def block_scale(self, a: Float32, level: GlobalScaleRegisters) -> tuple[Uint32, Float32]:
-        """The E8M0 byte, and the power of two that elements are multiplied by.
+    def block_scale(self, a: Float32, global_scale: GlobalScaleRegisters) -> tuple[Uint32, Float32]:
+        """Return the E8M0 byte, and the power of two that elements are multiplied with.
 
         With ``nan_scales`` the byte of an infinite amax is 255.
         """
@@ -65,5 +65,6 @@ class MXFP8Codec(ByteCodec):
         return byte, bits_as_f32(factor)
 
     def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
+        """Return the powers of two of two E8M0 bytes."""
         low, high = (bits_as_f32(asm(_DECODE, [Uint32], [word])) for word in (pair, pair >> 8))
         return low, high

@@ -1,4 +1,4 @@
-"""What formats of four bits a code share: E2M1 codes of elements times a factor, and their numbers.
+"""Base of formats with 4-bit codes: E2M1 codes of elements times a factor, and their numbers.
 
   code = e2m1(fl(x * factor))                                   saturating, to nearest even
 
@@ -16,7 +16,7 @@ from . import e2m1_sm90, e2m1_stochastic
 from .base import Codec, GlobalScaleRegisters
 from .pairs import REGISTERS, Pair, column_pairs, products, row_pairs
 
-#: Elements of a word of codes.
+#: Codes per word.
 _PER_WORD = 8
 
 
@@ -27,53 +27,67 @@ class NibbleCodec(Codec):
 
     @abc.abstractmethod
     def block_scales(
-        self, a: Float32, b: Float32, level: GlobalScaleRegisters
+        self, a: Float32, b: Float32, global_scale: GlobalScaleRegisters
     ) -> tuple[Uint16, Float32, Float32]:
-        """The scale bytes of two blocks with amaxes ``a`` and ``b``, that of ``a`` lowest; their
-        encode factors.
+        """Return the scale bytes of two blocks, and their encode factors.
+
+        ``a`` and ``b`` are the amaxes of the blocks; the scale of ``a`` is the lower byte.
         """
 
-    def block_scale(self, a: Float32, level: GlobalScaleRegisters) -> tuple[Uint32, Float32]:
-        pair, factor, _ = self.block_scales(a, a, level)
+    def block_scale(self, a: Float32, global_scale: GlobalScaleRegisters) -> tuple[Uint32, Float32]:
+        """Return the scale of a block with amax ``a``, and its encode factor."""
+        pair, factor, _ = self.block_scales(a, a, global_scale)
         return Uint32(pair) & Uint32(0xFF), factor
 
     def two_scales(
-        self, a: Float32, b: Float32, level: GlobalScaleRegisters
+        self, a: Float32, b: Float32, global_scale: GlobalScaleRegisters
     ) -> tuple[list[Uint32 | None], list[Float32]]:
-        pair, *factors = self.block_scales(a, b, level)
+        """Return ``block_scale`` of two blocks; bits above a scale may be arbitrary."""
+        pair, *factors = self.block_scales(a, b, global_scale)
         return [Uint32(pair), Uint32(pair) >> 8], factors
 
     def encode_row(self, words: Sequence[Uint32], factor: Float32) -> list[Uint32]:
-        """Of a multiple of eight elements."""
-        step, places = self._in_rows()
-        parts = [words[i : i + step] for i in range(0, len(words), step)]
+        """Return the code words of a multiple of eight consecutive elements."""
+        step, positions = self._row_positions()
+        chunks = [words[i : i + step] for i in range(0, len(words), step)]
         if not self.has_fp4_convert:
-            return [e2m1_sm90.encode(part, places, factor, self.dtype) for part in parts]
+            return [e2m1_sm90.encode(chunk, positions, factor, self.dtype) for chunk in chunks]
         pairs = row_pairs(self.dtype, step)
-        return [_encode(pairs, part, factor) for part in parts]
+        return [_encode(pairs, chunk, factor) for chunk in chunks]
 
     def encode_columns(
         self, words: Sequence[Uint32], factors: Sequence[Float32], swizzle_xor: Int32 | int = 0
     ) -> list[list[Uint32]]:
-        """Of a multiple of eight rows."""
+        """Return the code words of each column of a multiple of eight rows."""
         codes = []
         for c, factor in enumerate(factors):
             if not self.has_fp4_convert:
-                how = _in_columns(c), factor, self.dtype, swizzle_xor
-                codes.append([e2m1_sm90.encode(part, *how) for part in _eights(words)])
+                codes.append(
+                    [
+                        e2m1_sm90.encode(
+                            chunk, _column_positions(c), factor, self.dtype, swizzle_xor
+                        )
+                        for chunk in _eights(words)
+                    ]
+                )
             else:
                 pairs = column_pairs(self.dtype, _PER_WORD, c)
-                codes.append([_encode(pairs, part, factor) for part in _eights(words)])
+                codes.append([_encode(pairs, chunk, factor) for chunk in _eights(words)])
         return codes
 
     def round_row(
         self, words: Sequence[Uint32], factor: Float32, random_words: Sequence[Uint32]
     ) -> list[Uint32]:
-        step, places = self._in_rows()
-        how = self.dtype, self.arch
+        """Return ``encode_row``, rounded stochastically."""
+        step, positions = self._row_positions()
         return [
             e2m1_stochastic.encode(
-                words[i * step :][:step], places, factor, random_words[2 * i :][:2], *how
+                words[i * step :][:step],
+                positions,
+                factor,
+                random_words[2 * i :][:2],
+                self.dtype,
+                self.arch,
             )
             for i in range(len(words) // step)
         ]
@@ -85,20 +99,27 @@ class NibbleCodec(Codec):
         random_words: Sequence[Sequence[Uint32]],
         swizzle_xor: Int32 | int = 0,
     ) -> list[list[Uint32]]:
-        how = self.dtype, self.arch, swizzle_xor
+        """Return ``encode_columns``, rounded stochastically."""
         return [
             [
                 e2m1_stochastic.encode(
-                    part, _in_columns(c), factor, random_words[c][2 * i :][:2], *how
+                    chunk,
+                    _column_positions(c),
+                    factor,
+                    random_words[c][2 * i :][:2],
+                    self.dtype,
+                    self.arch,
+                    swizzle_xor,
                 )
-                for i, part in enumerate(_eights(words))
+                for i, chunk in enumerate(_eights(words))
             ]
             for c, factor in enumerate(factors)
         ]
 
-    def _in_rows(self) -> tuple[int, list[tuple[int, int]]]:
-        """Words of eight elements that follow each other, and where each is: its word, and which
-        part of it.
+    def _row_positions(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return the words of eight consecutive elements, and the position of each element.
+
+        A position is a word and the element's half of the word.
         """
         per_word = 1 if self.dtype == "float32" else 2
         return _PER_WORD // per_word, [divmod(i, per_word) for i in range(_PER_WORD)]
@@ -106,21 +127,27 @@ class NibbleCodec(Codec):
     # ---- decoding
 
     def decode(self, words: Sequence[Uint32]) -> list[Float32]:
+        """Return the fp32 numbers of eight codes per word."""
         return [number for word in words for number in decode_e2m1(word)]
 
 
-def _in_columns(part: int) -> list[tuple[int, int]]:
-    """As ``_in_rows``, of a column of eight words."""
-    return [(word, part) for word in range(_PER_WORD)]
+def _column_positions(half: int) -> list[tuple[int, int]]:
+    """Return the positions of eight elements of one column, one per word."""
+    return [(word, half) for word in range(_PER_WORD)]
 
 
 def _eights(words: Sequence[Uint32]) -> list[Sequence[Uint32]]:
+    """Return ``words`` in groups of eight."""
     return [words[i : i + _PER_WORD] for i in range(0, len(words), _PER_WORD)]
 
 
 def _encode(pairs: Sequence[Pair], words: Sequence[Uint32], factor: Float32) -> Uint32:
-    """Eight elements, pairs of the operands ``words``, as one word of codes, by the instruction of
-    sm_100a.
+    """Encode eight elements as one word of codes, by the instruction of sm_100a.
+
+    Args:
+        pairs: PTX of pairs of elements from the operands ``words``.
+        words: Words of the elements.
+        factor: Encode factor.
     """
     body = ""
     for i, pair in enumerate(products(pairs, "f")):

@@ -1,6 +1,6 @@
 """NVFP4 arithmetic, in the order that makes it exact (see ``cute_kernels.reference``).
 
-Codes are made as ``nibbles`` says; this is what they are relative to.
+``nibbles`` encodes elements. This module computes their scales.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,16 @@ from .nvfp4_four_over_six import (
 _FMAX_BITS = 0x7F7FFFFF
 _ADD = "add.rn.f32 $0, $1, $2;"
 _RCP_ELEMENT_MAX_BITS = 0x3E2AAAAB  # fl(1/6)
-#: Scale bytes that are not negative.
+#: Scale bytes that are not negative: entries of a table of encode factors.
 _SCALE_CODES = 128
 
 
 class NVFP4GlobalScale(NamedTuple):
-    """The second level: a block's decode scale, and ``mult``, what an amax is multiplied with for
-    its scale.
+    """Global scale in registers.
+
+    Attributes:
+        s_dec: Decode scale: the fp32 factor of a block scale.
+        mult: fp32 factor of a block's amax that gives its scale.
     """
 
     s_dec: Float32
@@ -38,7 +41,7 @@ class NVFP4GlobalScale(NamedTuple):
 
 
 class NVFP4Codec(NibbleCodec):
-    """E2M1 codes, E4M3 scales of 16 and an amax a group or row."""
+    """E2M1 codes, E4M3 scales of 16 and an amax per group or row."""
 
     fmt: NVFP4
 
@@ -49,9 +52,10 @@ class NVFP4Codec(NibbleCodec):
         self.table_size = 0 if arch is None or self.has_f32x2 else _SCALE_CODES
 
     def global_scale(self, amax: Float32) -> NVFP4GlobalScale | FourOverSixGlobalScale:
-        """S_dec and S_enc / 6. S_enc = 2688 / amax, at most FMAX, and 1 where that is 0 or amax is.
+        """Return S_dec and S_enc / 6.
 
-        (It is 0 where the amax is infinite.)
+        S_enc = 2688 / amax, at most FMAX, and 1 if S_enc or the amax is 0. S_enc is 0 if the amax
+        is infinite.
         """
         text = """{
 			.reg .pred zero;
@@ -74,16 +78,18 @@ class NVFP4Codec(NibbleCodec):
         return NVFP4GlobalScale(s_dec, mult)
 
     def zero_global_scale(self) -> NVFP4GlobalScale | FourOverSixGlobalScale:
+        """Return zeros."""
         if self.searches_scale:
             return FourOverSixGlobalScale(*[Float32(0.0)] * 4, Int32(0))
         return NVFP4GlobalScale(Float32(0.0), Float32(0.0))
 
     def block_scales(
-        self, a: Float32, b: Float32, level: NVFP4GlobalScale
+        self, a: Float32, b: Float32, global_scale: NVFP4GlobalScale
     ) -> tuple[Uint16, Float32, Float32]:
-        """E4M3 bytes and encode factors, see ``NibbleCodec``.
+        """Return E4M3 bytes and encode factors, see ``NibbleCodec``.
 
-        ``cvt.satfinite`` takes infinity to 448 too, so the clamp of a * mult to FMAX needs no code.
+        ``cvt.satfinite`` turns infinity into 448, too, so the clamp of a * mult to FMAX needs no
+        code.
         """
         text = """{
 			.reg .f32 p, q;
@@ -104,18 +110,22 @@ class NVFP4Codec(NibbleCodec):
 			min.f32 $2, q, $7;
 		}"""
         fmax = bits_as_f32(Uint32(_FMAX_BITS))
-        return asm(text, [Uint16, Float32, Float32], [a, b, level.s_dec, level.mult, fmax])
+        return asm(
+            text, [Uint16, Float32, Float32], [a, b, global_scale.s_dec, global_scale.mult, fmax]
+        )
 
-    def scale_bytes(self, a: Float32, b: Float32, level: NVFP4GlobalScale) -> Uint16:
+    def scale_bytes(self, a: Float32, b: Float32, global_scale: NVFP4GlobalScale) -> Uint16:
+        """Return the E4M3 bytes of two blocks with amaxes ``a`` and ``b``."""
         text = """{
 			.reg .f32 p, q;
 			mul.rn.f32 p, $1, $3;
 			mul.rn.f32 q, $2, $3;
 			cvt.rn.satfinite.e4m3x2.f32 $0, q, p;
 		}"""
-        return asm(text, [Uint16], [a, b, level.mult])
+        return asm(text, [Uint16], [a, b, global_scale.mult])
 
-    def encode_factor(self, index: Uint32, level: NVFP4GlobalScale) -> Float32:
+    def encode_factor(self, index: Uint32, global_scale: NVFP4GlobalScale) -> Float32:
+        """Return the encode factor of the E4M3 byte ``index``."""
         text = """{
 			.reg .f32 q;
 			.reg .b32 h;
@@ -128,51 +138,71 @@ class NVFP4Codec(NibbleCodec):
 			rcp.rn.f32 q, q;
 			min.f32 $0, q, $3;
 		}"""
-        return asm(text, [Float32], [index, level.s_dec, bits_as_f32(Uint32(_FMAX_BITS))])
+        return asm(text, [Float32], [index, global_scale.s_dec, bits_as_f32(Uint32(_FMAX_BITS))])
 
-    def choose_row(self, words: Sequence[Uint32], a: Float32, level: NVFP4GlobalScale) -> Float32:
-        of = candidates(a, level)
-        return better(self._row_errors(words, of, level), of)
+    def choose_row(
+        self, words: Sequence[Uint32], a: Float32, global_scale: NVFP4GlobalScale
+    ) -> Float32:
+        """Return the scale with the smaller error of a block of a row with amax ``a``."""
+        pair = candidates(a, global_scale)
+        return better(self._row_errors(words, pair, global_scale), pair)
 
     def choose_columns(
-        self, words: Sequence[Uint32], a: Sequence[Float32], level: NVFP4GlobalScale
+        self, words: Sequence[Uint32], a: Sequence[Float32], global_scale: NVFP4GlobalScale
     ) -> list[Float32]:
-        of = [candidates(x, level) for x in a]
+        """Return the scales with the smaller errors of a block of rows, one per column."""
+        pairs = [candidates(x, global_scale) for x in a]
         columns = zip(*(unpack_words([word], self.dtype) for word in words), strict=True)
-        made = [self.encode_columns(words, [pair[k].factor for pair in of]) for k in range(2)]
+        codes = [
+            self.encode_columns(words, [candidate_pair[k].factor for candidate_pair in pairs])
+            for k in range(2)
+        ]
         return [
-            better([self._error(made[k][c], x, of[c][k], level) for k in range(2)], of[c])
+            better(
+                [self._error(codes[k][c], x, pairs[c][k], global_scale) for k in range(2)], pairs[c]
+            )
             for c, x in enumerate(columns)
         ]
 
     def choose_square(
-        self, words: Sequence[Uint32], a: Float32, level: NVFP4GlobalScale
+        self, words: Sequence[Uint32], a: Float32, global_scale: NVFP4GlobalScale
     ) -> Float32:
-        of = candidates(a, level)
-        errors = self._row_errors(words, of, level)
+        """Return the scale with the smaller error of a square block; 16 lanes have a row each."""
+        pair = candidates(a, global_scale)
+        errors = self._row_errors(words, pair, global_scale)
         for distance in (8, 4, 2, 1):
-            others = [cute.arch.shuffle_sync_bfly(e, offset=distance) for e in errors]
-            errors = [asm(_ADD, [Float32], pair) for pair in zip(errors, others, strict=True)]
-        return better(errors, of)
+            shuffled = [cute.arch.shuffle_sync_bfly(e, offset=distance) for e in errors]
+            errors = [
+                asm(_ADD, [Float32], summands) for summands in zip(errors, shuffled, strict=True)
+            ]
+        return better(errors, pair)
 
     def _row_errors(
-        self, words: Sequence[Uint32], of: tuple[Candidate, Candidate], level: NVFP4GlobalScale
+        self,
+        words: Sequence[Uint32],
+        pair: tuple[Candidate, Candidate],
+        global_scale: NVFP4GlobalScale,
     ) -> list[Float32]:
+        """Return the errors of a block of a row with both candidates."""
         numbers = unpack_words(words, self.dtype)
-        return [self._error(self.encode_row(words, c.factor), numbers, c, level) for c in of]
+        return [
+            self._error(self.encode_row(words, c.factor), numbers, c, global_scale) for c in pair
+        ]
 
     def _error(
         self,
         codes: Sequence[Uint32],
         numbers: Sequence[Float32],
         candidate: Candidate,
-        level: NVFP4GlobalScale,
+        global_scale: NVFP4GlobalScale,
     ) -> Float32:
-        return error(self.decode(codes), numbers, candidate.scale, level, self.fmt)
+        """Return the error of codes of ``numbers`` with a candidate."""
+        return error(self.decode(codes), numbers, candidate.scale, global_scale, self.fmt)
 
     def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
+        """Return the fp32 numbers of two E4M3 bytes."""
         return decode_e4m3_pair(pair)
 
-    def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
-        """fl(fl(scale * amax) * fl(1/2688)), see ``Codec``."""
-        return (scale * level) * Float32(self.fmt.global_scale.factor)
+    def decode_factor(self, scale: Float32 | None, global_scale: Float32 | None) -> Float32:
+        """Return fl(fl(scale * amax) * fl(1/2688)), see ``Codec``."""
+        return (scale * global_scale) * Float32(self.fmt.global_scale.factor)

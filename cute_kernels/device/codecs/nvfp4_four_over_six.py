@@ -1,8 +1,9 @@
-"""Which of two scales NVFP4's ``four_over_six`` takes for a block; ``reference.codecs.nvfp4`` says.
+"""Choice between two scales of an NVFP4 block for ``four_over_six``.
 
-An error divides by tensor_max. With its reciprocal in two parts, hi + lo, fl(p / tensor_max) is
-fl(p hi + fl(p lo)), checked for all significands of p of both bounds: two instructions. Where an
-amax is so large or small that products may leave the range of normal numbers it is a division.
+``reference.codecs.nvfp4`` defines the choice. An error divides by tensor_max. With the reciprocal
+of tensor_max in two parts, hi + lo, fl(p / tensor_max) is fl(p hi + fl(p lo)). That was checked for
+all significands of p of both bounds. It takes two instructions. If an amax is so large or small
+that products may leave the range of normal numbers, the kernel divides.
 """
 
 import math
@@ -15,15 +16,19 @@ from cutlass import Float32, Int32, Uint32
 from ...formats import NVFP4
 from ..ptx import asm, bits_as_f32
 
-#: Amaxes between which the two instructions give the quotient.
+#: Range of amaxes for which the two instructions give the quotient.
 _NEAR = (2.0**-50, 2.0**100)
 
 
 class FourOverSixGlobalScale(NamedTuple):
-    """The second level, beside which a block's scale is chosen instead of computed.
+    """Global scale in registers, for blocks whose scale is searched.
 
-    ``mult`` is 1: what is encoded with is the scale that was chosen. ``far`` is 1 where quotients
-    are divisions, else 0.
+    Attributes:
+        s_dec: Decode scale: the fp32 factor of a block scale.
+        mult: 1, because the number that a block is encoded with is the chosen scale.
+        s_enc: fp32 factor of an amax.
+        amax: fp32 amax of the group or row.
+        far: 1 if quotients are divisions, else 0.
     """
 
     s_dec: Float32
@@ -34,21 +39,21 @@ class FourOverSixGlobalScale(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A scale, and the encode factor that belongs to it."""
+    """A block scale and its encode factor."""
 
     scale: Float32
     factor: Float32
 
 
 def is_far(amax: Float32) -> Int32:
-    """Whether quotients of a group are divisions."""
+    """Return 1 if the quotients of a group must be divisions, else 0."""
     text = """{ .reg .pred low, high;
 		setp.ge.f32 low, $1, $2; setp.le.and.f32 high, $1, $3, low; selp.s32 $0, 0, 1, high; }"""
     return asm(text, [Int32], [amax, *map(Float32, _NEAR)])
 
 
-def candidates(a: Float32, level: FourOverSixGlobalScale) -> tuple[Candidate, Candidate]:
-    """That which takes the amax ``a`` of a block to 6, and that which takes it to 4."""
+def candidates(a: Float32, global_scale: FourOverSixGlobalScale) -> tuple[Candidate, Candidate]:
+    """Return the scale that maps the amax ``a`` of a block to 6, and the one that maps it to 4."""
     text = """{
 		.reg .f32 p, q;
 		.reg .b32 h;
@@ -69,7 +74,7 @@ def candidates(a: Float32, level: FourOverSixGlobalScale) -> tuple[Candidate, Ca
 		min.f32 $3, q, $9;
 	}"""
     numbers = [Float32(6.0), Float32(1.5), bits_as_f32(Uint32(0x7F7FFFFF))]
-    out = asm(text, [Float32] * 4, [a, level.s_dec, level.s_enc, *numbers])
+    out = asm(text, [Float32] * 4, [a, global_scale.s_dec, global_scale.s_enc, *numbers])
     return Candidate(*out[:2]), Candidate(*out[2:])
 
 
@@ -77,10 +82,18 @@ def error(
     codes: Sequence[Float32],
     numbers: Sequence[Float32],
     scale: Float32,
-    level: FourOverSixGlobalScale,
+    global_scale: FourOverSixGlobalScale,
     fmt: NVFP4,
 ) -> Float32:
-    """The error of a block's ``numbers`` that ``codes`` stand for, element after element."""
+    """Return the error of a block, summed element after element.
+
+    Args:
+        codes: fp32 numbers of the codes.
+        numbers: fp32 elements.
+        scale: Block scale.
+        global_scale: Global scale.
+        fmt: Record of the format.
+    """
     high, low = _reciprocal(fmt.tensor_max)
     measure = "abs.f32 d, d;" if fmt.four_over_six_error == "mae" else "mul.rn.f32 d, d, d;"
     text = f"""{{
@@ -95,19 +108,19 @@ def error(
     constants = [Float32(high), Float32(low), Float32(fmt.tensor_max)]
     total = Float32(0.0)
     for code, number in zip(codes, numbers, strict=True):
-        operands = [total, code, number, scale, level.amax, level.far, *constants]
+        operands = [total, code, number, scale, global_scale.amax, global_scale.far, *constants]
         total = asm(text, [Float32], operands)
     return total
 
 
-def better(errors: Sequence[Float32], of: Sequence[Candidate]) -> Float32:
-    """The scale of the second candidate where its error is smaller, else that of the first."""
+def better(errors: Sequence[Float32], pair: Sequence[Candidate]) -> Float32:
+    """Return the scale of the second candidate if its error is smaller, else of the first."""
     text = "{ .reg .pred p; setp.lt.f32 p, $2, $1; selp.f32 $0, $4, $3, p; }"
-    return asm(text, [Float32], [*errors, of[0].scale, of[1].scale])
+    return asm(text, [Float32], [*errors, pair[0].scale, pair[1].scale])
 
 
 def _reciprocal(number: float) -> tuple[float, float]:
-    """1 / number as the sum of two fp32 numbers: an integer of few bits, so fp64 is enough."""
+    """Return 1 / number as the sum of two fp32 numbers; fp64 is precise enough for it."""
     (high,) = struct.unpack("f", struct.pack("f", 1 / number))
     low = -math.fsum((high * number, -1.0)) / number
     return high, low

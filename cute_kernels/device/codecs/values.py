@@ -1,8 +1,8 @@
 """Codes to the bf16 or fp16 numbers that a tensor core multiplies: code times block scale.
 
-Each is rounded to nearest even once from fp32. A code of four bits times its E4M3 scale is exact
-in both, so is any code of a byte without a block scale, and in bf16 one times a power of two but at
-the ends of its range.
+Each number is rounded to nearest even once from fp32. The product of a 4-bit code and its E4M3
+scale is exact in both types. So is every byte code without a block scale, and in bf16 a byte code
+times a power of two, except at the limits of its range.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from ..convert import pack_words
 from ..ptx import asm
 from .base import Codec
 
-#: An E4M3 scale of a word as a pair of fp16; or times 2^112 as a pair of bf16.
+#: PTX of an E4M3 scale in a word as a pair of fp16, or times 2^112 as a pair of bf16.
 _SCALE = """{{
 	.reg .b16 low, high;
 	.reg .b32 pair;
@@ -57,30 +57,30 @@ class NibbleValues:
 			{body}
 		}}"""
 
-    def factor(self, word: Uint32, at: int) -> Uint32:
-        """What codes are multiplied by whose scale is the ``at``-th byte of ``word``."""
-        half, which = ("low", "high")[at // 2], ("low", "high")[at % 2]
-        text = _SCALE.format(half=half, store=_STORE[self.dtype].format(which))
+    def factor(self, word: Uint32, index: int) -> Uint32:
+        """Return the factor of codes whose scale is byte ``index`` of ``word``."""
+        half, byte = ("low", "high")[index // 2], ("low", "high")[index % 2]
+        text = _SCALE.format(half=half, store=_STORE[self.dtype].format(byte))
         return asm(text, [Uint32], [word])
 
     def values(self, words: Sequence[Uint32], factor: Uint32) -> list[Uint32]:
-        """Pairs of numbers of words of eight codes, in their order."""
+        """Return pairs of numbers of words of eight codes, in their order."""
         return [v for word in words for v in asm(self.times, [Uint32] * 4, [word, factor])]
 
 
 class ByteValues:
-    """Codes of a byte with or without block scales of any kind as bf16 or fp16, by way of fp32."""
+    """Byte codes with block scales of any kind, or none, as bf16 or fp16, by way of fp32."""
 
     def __init__(self, codec: Codec, dtype: str):
         self.codec = codec
         self.dtype = dtype
 
-    def factor(self, word: Uint32, at: int) -> Float32:
-        """What codes are multiplied by whose scale is the ``at``-th byte of ``word``."""
-        return self.codec.decode_scales(word >> (16 * (at // 2)))[at % 2]
+    def factor(self, word: Uint32, index: int) -> Float32:
+        """Return the factor of codes whose scale is byte ``index`` of ``word``."""
+        return self.codec.decode_scales(word >> (16 * (index // 2)))[index % 2]
 
     def values(self, words: Sequence[Uint32], factor: Float32 | None) -> list[Uint32]:
-        """Pairs of numbers of words of four codes, in their order."""
+        """Return pairs of numbers of words of four codes, in their order."""
         numbers = self.codec.decode(words)
         if factor is not None:
             numbers = [number * factor for number in numbers]
@@ -88,10 +88,10 @@ class ByteValues:
 
 
 def values_of(fmt: Format, dtype: str) -> Any:
-    """What makes numbers of ``dtype`` of a format's codes.
+    """Return what decodes the codes of a format to numbers of ``dtype``.
 
     Raises:
-        UnsupportedError: no kernel decodes such codes.
+        UnsupportedError: No kernel decodes the elements and scales of the format.
     """
     if fmt.decoder_kind == "nibbles":
         return NibbleValues(dtype)

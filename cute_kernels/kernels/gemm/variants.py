@@ -19,7 +19,7 @@ from .common.operand_kinds import OPERANDS, OperandKind
 from .common.problem import GemmGrouping
 from .sm90.config import Sm90GemmConfig
 from .sm90.fp4.config import ArrangeConfig, ExpandConfig
-from .sm90.split_launches import all_parts
+from .sm90.split_launches import all_split_launches
 from .sm100.config import ScaleTilesConfig, Sm100GemmConfig
 
 #: The specs of this family: GEMMs, and the kernels that prepare their operands.
@@ -72,16 +72,16 @@ def kernel_specs(arch: str) -> Iterator[GemmSpec]:
                 base = cls(
                     operand, tile=cls.any_tile("m_grouped"), zero_tail=True, activation="swiglu"
                 )
-                base = dataclasses.replace(base, row_scaled=kind.level_factor is not None)
+                base = dataclasses.replace(base, row_scaled=kind.global_scale_factor is not None)
                 # Tokens by their index, of which a mixture of bf16 experts reads those of the
                 # gradient of W1, too.
                 reads = (False, True) if operand == "bfloat16" else (False,)
-                for gathered, tile, keeps_z in itertools.product(
+                for gathered, tile, stores_z in itertools.product(
                     reads, cls.tile_shapes, (False, True)
                 ):
                     config = dataclasses.replace(base, gathered=gathered)
-                    if prefers(config, tile) and not (keeps_z and base.row_scaled):
-                        yield dataclasses.replace(config, tile=tile, keeps_z=keeps_z)
+                    if prefers(config, tile) and not (stores_z and base.row_scaled):
+                        yield dataclasses.replace(config, tile=tile, stores_preactivation=stores_z)
                 if len(reads) > 1:
                     base = cls(operand, "k_grouped", tile=cls.any_tile("k_grouped"), gathered=True)
                     yield from (
@@ -130,7 +130,7 @@ def _fp8(arch: str) -> Iterator[GemmConfig]:
                         )
                     )
             for config in bases:
-                for tile in filter(config.has_blocks, preferred_tiles(config)):
+                for tile in filter(config.has_whole_blocks, preferred_tiles(config)):
                     yield dataclasses.replace(config, tile=tile)
 
 
@@ -145,9 +145,9 @@ def _served(kind: OperandKind) -> Iterator[GemmSpec]:
             yield dataclasses.replace(base, tile=tile, prepacked=True, row_scaled=row_scaled)
     for row_scaled in (False, True):
         shared = dataclasses.replace(base, row_scaled=row_scaled)
-        yield from all_parts(shared)
-        yield from all_parts(dataclasses.replace(shared, prepacked=True))
-    yield from all_parts(dataclasses.replace(base, activations="bfloat16"))
+        yield from all_split_launches(shared)
+        yield from all_split_launches(dataclasses.replace(shared, prepacked=True))
+    yield from all_split_launches(dataclasses.replace(base, activations="bfloat16"))
 
 
 def _m_grouped(cls: type[GemmConfig], kind: OperandKind, dtype: str) -> Iterator[GemmConfig]:
@@ -157,7 +157,7 @@ def _m_grouped(cls: type[GemmConfig], kind: OperandKind, dtype: str) -> Iterator
         yield cls(
             kind.name,
             out_dtype=dtype,
-            row_scaled=flag and kind.level_factor is not None,
+            row_scaled=flag and kind.global_scale_factor is not None,
             transpose_b=flag and not kind.is_transposed,
             bias_dtype=bias_dtype,
             zero_tail=True,

@@ -426,7 +426,7 @@ class GradientConfig:
     #: outputs. ``counter``: int32, as of GEMMs.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.tiles.gradient:GradientQuantizer"
     #: CTAs take tiles from a counter, because some tiles have few rows.
-    mixes_groups: ClassVar[bool] = True
+    uses_dynamic_scheduling: ClassVar[bool] = True
     num_stages: ClassVar[int] = 2
     band: ClassVar[int] = TileConfig.band
 

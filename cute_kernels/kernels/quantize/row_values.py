@@ -66,7 +66,7 @@ class RowValuesQuantizer(RowsQuantizer):
             )
             scales = scales_as_fp16(scale_bytes.to(Uint32))
             for j in range_constexpr(i, last_chunk + 1):
-                block = lane.of_row + j * self.lanes_per_row
+                block = lane.lane_in_row + j * self.lanes_per_row
                 pair = self.codec.encode_row(self.block(words, j), factors[j - i])
                 first_block = block // self.piece_blocks * self.piece_blocks
                 address = target + first_block * (PIECE_K // self.piece_blocks * 2) + lane_offset

@@ -104,7 +104,7 @@ def _m_grouped_problem(op: MGrouped, arch: str) -> tuple[GemmConfig, GemmProblem
     cls = CONFIGS[arch]
     fields = _sm90_fields(op) if cls is Sm90GemmConfig else {}
     # An activation, its form, and the format of the result; none for a plain product.
-    names = ("activation", "interleaved", "keeps_z", "quantizes_to")
+    names = ("activation", "interleaved", "stores_preactivation", "quantizes_to")
     epilogue = dict(zip(names, op.epilogue_fields, strict=False))
     base = cls(
         **_operand_fields(op, arch),
@@ -263,7 +263,7 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
     vectors = (op.offs, op.index, getattr(op, "bias", None), op.alpha)
     is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
-    keeps_z, is_quantized = config.keeps_z, config.quantizes_to is not None
+    stores_z, is_quantized = config.stores_preactivation, config.quantizes_to is not None
     configs: tuple[GemmConfig, ...] = (config,)
     if not _forced:
         configs = split_launches(config, problem, launch.num_sms, launch.bandwidth)
@@ -292,7 +292,7 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
             a, b = prepare(op, a, b, offs, rows)
         if not config.gathered:
             rows = None
-        out, z = outputs if keeps_z else (outputs[0], None)
+        out, z = outputs if stores_z else (outputs[0], None)
         out_scales, out_global_scale = (*outputs[1:], None)[:2] if is_quantized else (None, None)
         if out_global_scale is not None:
             _write_global_scale(op, outputs)

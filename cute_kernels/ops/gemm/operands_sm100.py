@@ -52,7 +52,7 @@ def sm100_preparation(op: GroupedGemm, config: Sm100GemmConfig, launch: Launcher
     if tiles_config.has_tiles:
         specs = [BufferSpec(tuple(cast("Tensor", b.scales).shape), torch.uint8)]
     workspace = Allocator(specs, op.device)
-    half = cast("MGrouped", op).cols // 2 if tiles_config.pairs_rows else 0
+    half = cast("MGrouped", op).cols // 2 if tiles_config.interleaves_halves else 0
 
     def run(
         op: GroupedGemm, a: OperandTensors, b: OperandTensors, offs: Tensor, rows: Tensor | None

@@ -83,17 +83,17 @@ SM100_TILES = (
 class Codes:
     """An operand, ``"m"`` or ``"n"``, that is decoded, in one CTA.
 
-    With ``pairs_rows`` its rows are of both halves by turns.
+    With ``interleaves_halves`` its rows are of both halves by turns.
     """
 
     side: str
     kind: OperandKind
     rows: int
-    pairs_rows: bool = False
+    interleaves_halves: bool = False
 
     @property
     def tiler(self) -> tuple[Any, int]:
-        return (2, self.rows // 2) if self.pairs_rows else self.rows, self.row_bytes
+        return (2, self.rows // 2) if self.interleaves_halves else self.rows, self.row_bytes
 
     @property
     def row_bytes(self) -> int:
@@ -178,7 +178,7 @@ class Sm100GemmConfig(GemmConfig):
         scale = self.result and self.result.scale
         return max(1, scale.vec_size * (1 + self.is_gated) // SWAPPED_BLOCK) if scale else 1
 
-    def has_blocks(self, tile: Sm100Tile) -> bool:
+    def has_whole_blocks(self, tile: Sm100Tile) -> bool:
         """Warps of one CTA have them if operands are swapped, otherwise threads, all whose scales
         share a word.
         """
@@ -198,13 +198,13 @@ class Sm100GemmConfig(GemmConfig):
         )
 
     @property
-    def takes_scale_tiles(self) -> bool:
+    def reads_scale_tiles(self) -> bool:
         return self.pow2_scales
 
     @property
-    def pairs_scales(self) -> bool:
+    def interleaves_scales(self) -> bool:
         return (
-            self.pairs_rows
+            self.interleaves_halves
             and self.b_kind.is_block_scaled
             and (self.pow2_scales or not self.b_kind.has_row_scales)
         )
@@ -306,7 +306,7 @@ class Sm100GemmConfig(GemmConfig):
                 side,
                 kind,
                 rows // self.tile.num_ctas,
-                self.pairs_rows and (side == "m") == self.tile.swap_ab,
+                self.interleaves_halves and (side == "m") == self.tile.swap_ab,
             )
             for side, (kind, rows) in zip(("m", "n"), sides, strict=True)
             if kind.fmt is not None
@@ -379,14 +379,14 @@ class ScaleTilesConfig:
     """One variant of the kernel that makes E8M0 tiles of fp32 scales, or puts those of B in order.
 
     Scales are of squares or of rows, and B may have a matrix of them for each group. With
-    ``pairs_rows`` row 2 i + h of tiles of B is row i of half h; with ``has_tiles`` there are tiles,
+    ``interleaves_halves`` row 2 i + h of tiles of B is row i of half h; with ``has_tiles`` there are tiles,
     and only those of B change.
     """
 
     a_squares: bool
     b_squares: bool
     is_b_uniform: bool
-    pairs_rows: bool = False
+    interleaves_halves: bool = False
     has_tiles: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.kernels.gemm.sm100.scale_tiles:ScaleTilesKernel"
@@ -394,12 +394,12 @@ class ScaleTilesConfig:
     @classmethod
     def for_gemm(cls, config: Sm100GemmConfig) -> "ScaleTilesConfig | None":
         """What a GEMM's scales go through; None if they stay as they are."""
-        if not (config.takes_scale_tiles or config.pairs_scales):
+        if not (config.reads_scale_tiles or config.interleaves_scales):
             return None
         squares = config.kind.has_squares, config.b_kind.has_squares
         return cls(
             *squares,
             config.grouping == "m_grouped",
-            config.pairs_scales,
-            not config.takes_scale_tiles,
+            config.interleaves_scales,
+            not config.reads_scale_tiles,
         )

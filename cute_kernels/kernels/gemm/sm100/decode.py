@@ -53,7 +53,7 @@ class _Side:
         self.is_m = codes.side == "m"
         self.is_uniform = self.is_m == config.tile.swap_ab
         self.cta_row = cta * codes.rows
-        self.pairs_rows = codes.pairs_rows
+        self.interleaves_halves = codes.interleaves_halves
         #: Each warp has 32 rows, and as many chunks of each as there are warps for all rows.
         row_groups = codes.rows // WARP_SIZE
         self.sharers = team_warps // row_groups
@@ -86,7 +86,7 @@ class _Side:
         scale = Float32(1.0)
         if const_expr(self.squares is not None):
             row, of_half = self.first_row(tile) + self.row, Int32(0)
-            if const_expr(self.pairs_rows):
+            if const_expr(self.interleaves_halves):
                 row, of_half = row // 2, row % 2 * (self.squares.shape[0] // 2)
             block = row // SF_TILE_ROWS + of_half
             group = tile.group if const_expr(self.is_uniform) else Int32(0)

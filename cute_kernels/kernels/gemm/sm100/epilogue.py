@@ -31,7 +31,7 @@ from cute_kernels.device.convert import pack_words
 from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.layout.slots import TILE_ROWS
 
-from ..common.activation_epilogue import apply
+from ..common.activation_epilogue import apply_activation
 from ..common.output_store import VECTOR_BYTES, EpilogueTensors, OutputStore, out_offset, vector_at
 from ..common.problem import N_ALIGN
 from ..common.scheduler import WorkTile
@@ -144,9 +144,9 @@ class Epilogue:
     @property
     def num_blocks(self) -> int:
         """What becomes of a row's values: the output, after what goes into an activation."""
-        if not self.config.keeps_z:
+        if not self.config.stores_preactivation:
             return 1
-        return 3 if self.config.pairs_rows else 2
+        return 3 if self.config.interleaves_halves else 2
 
     def block(self, i: int, rounded: cute.Tensor, group: Int32, col: Int32) -> Block:
         """The ``i``-th of those that are made of values from column ``col`` of the product on."""
@@ -156,7 +156,7 @@ class Epilogue:
             return Block(
                 rounded, self.store, out, col, group if config.grouping == "k_grouped" else 0, end
             )
-        if not (is_last or config.pairs_rows):
+        if not (is_last or config.interleaves_halves):
             return Block(rounded, self.z_store, z, col, 0, z.shape[2])
         at = [range(half, self.columns, self.halves) for half in range(self.halves)]
         words, rest = [], (col // self.halves, 0 if is_last else i, end)
@@ -173,7 +173,7 @@ class Epilogue:
                 [rounded[first + j].to(Float32) for j in range(h, step, self.halves)]
                 for h in range(self.halves)
             ]
-            words += pack_words(apply(self.config, inputs), self.config.out_dtype)
+            words += pack_words(apply_activation(self.config, inputs), self.config.out_dtype)
         return words
 
     @cute.jit
@@ -189,7 +189,7 @@ class Epilogue:
         accumulators or a part of one.
         """
         num_blocks, columns = self.config.tile.n // self.columns, self.columns // self.halves
-        level, word = self.quantized.level(tile.group), Uint32(0)
+        global_scale, word = self.quantized.global_scale(tile.group), Uint32(0)
         row_in_tile = row - tile.m_row
         slot = tile.m_sf_row + row_in_tile
         # More than 0 where the group has rows of the slot's tile.
@@ -210,7 +210,7 @@ class Epilogue:
                         values, factor, tile.group, row, left > 0, starts[step] * self.halves
                     )
                     words += self.activated(rounded)
-                scales = self.quantized.store_blocks(words, starts, row, left, level)
+                scales = self.quantized.store_blocks(words, starts, row, left, global_scale)
             else:
                 for step in range_constexpr(at_once):
                     self.acc.read(first + step, num_blocks, acc_state)
@@ -249,7 +249,7 @@ class Epilogue:
             if const_expr(tensors.bias is not None):
                 if col + i < cols:
                     at = Int64(group) * tensors.bias.stride[0]
-                    if const_expr(self.config.pairs_rows):
+                    if const_expr(self.config.interleaves_halves):
                         size = N_ALIGN // 2
                         a = read_vector(tensors.bias, at + (col + i) // 2, size)
                         b = read_vector(tensors.bias, at + (col + i + cols) // 2, size)

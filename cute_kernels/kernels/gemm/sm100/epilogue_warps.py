@@ -87,7 +87,7 @@ class EpilogueWarps:
             num_cols = config.tile.n
         halves = 1 + config.is_gated
         blocks = [(out, col // halves, num_cols // halves, out.shape[2])]
-        if const_expr(z is not None and config.pairs_rows):
+        if const_expr(z is not None and config.interleaves_halves):
             blocks.append((z, *blocks[0][1:]))
             blocks.append((z, col // 2 + out.shape[2], num_cols // 2, z.shape[2]))
         elif const_expr(z is not None):

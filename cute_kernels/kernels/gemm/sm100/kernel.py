@@ -34,15 +34,15 @@ from cutlass.utils import blackwell_helpers
 from cute_kernels.device.launch import DSL_TYPES, env_stream
 
 from ..common.fakes import FakeArguments
-from ..common.loader import LoadWarp, TmaSource, each, paired
+from ..common.loader import LoadWarp, TmaSource, paired_sources, source_attributes
 from ..common.operand_kinds import OperandKind
 from ..common.output_store import EpilogueTensors, OutputStore, store_source
 from ..common.problem import Extents, GemmArguments
 from ..common.scheduler import TileReader, TileScheduler
 from ..common.views import (
     extents_of,
+    interleaved_rows,
     matrix_view,
-    paired_rows,
     ragged_rows_view,
     row_scales_view,
     scale_type,
@@ -132,8 +132,8 @@ class Sm100Gemm:
             depth = x.a.shape[1] * (x.a.element_type.width // config.kind.bits)
         m = self.matrix(m, config.m_kind, config.mn_major[0], depth)
         n = self.matrix(n, config.n_kind, config.mn_major[1], depth)
-        if const_expr(config.pairs_rows):
-            m, n = (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))
+        if const_expr(config.interleaves_halves):
+            m, n = (interleaved_rows(m), n) if config.tile.swap_ab else (m, interleaved_rows(n))
         promoted = None
         if const_expr(config.promotes):
             promoted = tuple(
@@ -151,16 +151,16 @@ class Sm100Gemm:
             sources = sources._replace(
                 rows=row_source(config, x.b if config.grouping == "k_grouped" else x.a)
             )
-        tensors = EpilogueTensors.of(x)
+        tensors = EpilogueTensors.from_arguments(x)
         stores = self.stores(layouts, tensors.out, tensors.z)
         num_clusters = x.num_sms // config.tile.num_ctas
         self.kernel(
             layouts.tiled_mma,
             layouts.tiled_mma_sf,
-            each(Sources, sources, "atom"),
-            each(Sources, sources, "tensor"),
-            each(Stores, stores, "atom"),
-            each(Stores, stores, "tensor"),
+            source_attributes(Sources, sources, "atom"),
+            source_attributes(Sources, sources, "tensor"),
+            source_attributes(Stores, stores, "atom"),
+            source_attributes(Stores, stores, "tensor"),
             tensors,
             promoted,
             squares_of(config, scales),
@@ -258,7 +258,7 @@ class Sm100Gemm:
             if z is not None:
                 stores = stores._replace(
                     z=store_source(
-                        z, *((layouts.halves, 2) if config.pairs_rows else (layouts.out,))
+                        z, *((layouts.halves, 2) if config.interleaves_halves else (layouts.out,))
                     )
                 )
         if layouts.swapped_out is not None:
@@ -304,7 +304,7 @@ class Sm100Gemm:
         if warp == warps.scheduler_warp_id:
             TileScheduler(config, ring, barriers.tiles, offs, extents).run()
         if warp == warps.load_warp_id:
-            sources = paired(Sources, source_atoms, source_tensors)
+            sources = paired_sources(Sources, source_atoms, source_tensors)
             loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
             gather = None
             if const_expr(config.gathered):
@@ -312,7 +312,7 @@ class Sm100Gemm:
             self.load_warp(loads, sources, shared, tiles, ab_pipeline, gather).run()
         if const_expr(config.codes):
             if warp == warps.codes_load_warp_id:
-                sources = paired(Sources, source_atoms, source_tensors)
+                sources = paired_sources(Sources, source_atoms, source_tensors)
                 codes_load_warp(config, sources, shared, cta, tiles, codes_pipeline).run()
             if warp >= warps.first_decode_warp_id:
                 DecodeWarps(
@@ -337,9 +337,11 @@ class Sm100Gemm:
                 store = z_store = None
                 if const_expr(config.result is None):
                     store = OutputStore(store_atoms.direct, store_tensors.direct, of_out)
-                if const_expr(config.keeps_z):
+                if const_expr(config.stores_preactivation):
                     z_store = OutputStore(
-                        store_atoms.z, store_tensors.z, halves if config.pairs_rows else staged_out
+                        store_atoms.z,
+                        store_tensors.z,
+                        halves if config.interleaves_halves else staged_out,
                     )
                 direct = Epilogue(config, tensors, store, z_store, acc, cta_row, acc_pipeline)
             if const_expr(config.tile.may_swap):

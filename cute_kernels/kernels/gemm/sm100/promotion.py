@@ -86,7 +86,7 @@ class Promoter:
         turns.
         """
         size = self.config.kind.sf_vec_size
-        if not self.config.pairs_rows:
+        if not self.config.interleaves_halves:
             return row // size
         return row // 2 // size + row % 2 * (self.scales[side].shape[0] // 2)
 
@@ -97,7 +97,9 @@ class Promoter:
         """
         scales, group = self.scales[1], self.groups(tile)[1]
         if not self.has_columns:
-            squares = (self.square(1, tile.n_sf_row + i) for i in range(1 + self.config.pairs_rows))
+            squares = (
+                self.square(1, tile.n_sf_row + i) for i in range(1 + self.config.interleaves_halves)
+            )
             return [scale_at(scales, square, block, group) for square in squares]
         first = tile.n_sf_row + self.lane
         return [
@@ -114,7 +116,7 @@ class Promoter:
         num_parts = (live + (_COLUMNS - 1)) // _COLUMNS
         sums = cute.make_rmem_tensor(self.columns, Float32)
         sums.fill(0.0)
-        count = 1 + self.config.pairs_rows
+        count = 1 + self.config.interleaves_halves
         if const_expr(self.has_columns):
             count = self.columns // WARP_SIZE
         columns = cute.make_rmem_tensor(count, Float32)

@@ -106,7 +106,7 @@ class ScaleTilesKernel:
                     config.b_squares,
                     b_tiles,
                     item - a_count,
-                    half if config.pairs_rows else None,
+                    half if config.interleaves_halves else None,
                 )
 
     @cute.jit

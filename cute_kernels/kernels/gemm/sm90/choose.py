@@ -41,7 +41,7 @@ def _preferences(config: Sm90GemmConfig, tile: Sm90Tile) -> Iterator[Rule]:
         f"decoded operands have tiles of at most {WIDE_N} columns",
     )
     yield Rule(
-        config.is_decoded or tile.n != DECODED_N and (not tile.fitted or tile.n > WIDE_N),
+        config.is_decoded or tile.n != DECODED_N and (not tile.row_fitted or tile.n > WIDE_N),
         "n",
         tile.n,
         f"row-fitted tiles of up to {WIDE_N} columns, and tiles of {DECODED_N}, are for operands "

@@ -28,7 +28,7 @@ from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS
 
 from ..common.config import GemmConfig
 from ..common.operand_kinds import DTYPE_BYTES, OPERANDS
-from ..common.problem import N_ALIGN, GemmGrouping, GemmProblem, RowPart, TileShape
+from ..common.problem import N_ALIGN, GemmGrouping, GemmProblem, RowRange, TileShape
 from ..common.rules import Rule
 
 #: Bytes along K of one stage: one swizzle atom. Where operand M is decoded a stage has a piece that
@@ -76,12 +76,12 @@ class Sm90Tile(TileShape):
         num_ctas: CTAs of a cluster. They have neighbouring tiles along M and the same one along
             N: each loads a part of operand N for all of them.
         consumers: warpgroups that share the tile along M.
-        fitted: instructions are as wide as the rows of the group that the tile has, not as N.
+        row_fitted: instructions are as wide as the rows of the group that the tile has, not as N.
             Above 128 columns the rows of a group are spread over its tiles.
     """
 
     consumers: int = 2
-    fitted: bool = False
+    row_fitted: bool = False
 
     @property
     def cluster_m(self) -> int:
@@ -90,7 +90,7 @@ class Sm90Tile(TileShape):
 
 def balances_rows(tile: Sm90Tile) -> bool:
     """Return True if the rows of a group are spread evenly over tiles of this shape."""
-    return tile.fitted and tile.n > WIDE_N
+    return tile.row_fitted and tile.n > WIDE_N
 
 
 SM90_TILES = (
@@ -101,7 +101,7 @@ SM90_TILES = (
     # take 74 us (H200).
     Sm90Tile(64, 32, swap_ab=True, consumers=1),
     Sm90Tile(256, 64, swap_ab=True, consumers=4),
-    Sm90Tile(256, 32, swap_ab=True, consumers=4, fitted=True),
+    Sm90Tile(256, 32, swap_ab=True, consumers=4, row_fitted=True),
     Sm90Tile(128, 128, swap_ab=True),
     Sm90Tile(256, 96, num_ctas=2, swap_ab=True),
     Sm90Tile(256, 128, num_ctas=2, swap_ab=True),
@@ -110,9 +110,9 @@ SM90_TILES = (
     Sm90Tile(128, 256),
     Sm90Tile(128, 256, num_ctas=2),
     Sm90Tile(256, 128),
-    Sm90Tile(256, 160, num_ctas=2, swap_ab=True, fitted=True),
-    Sm90Tile(256, 160, swap_ab=True, fitted=True),
-    Sm90Tile(256, 144, num_ctas=2, swap_ab=True, fitted=True),
+    Sm90Tile(256, 160, num_ctas=2, swap_ab=True, row_fitted=True),
+    Sm90Tile(256, 160, swap_ab=True, row_fitted=True),
+    Sm90Tile(256, 144, num_ctas=2, swap_ab=True, row_fitted=True),
 )
 
 
@@ -125,14 +125,14 @@ class Sm90GemmConfig(GemmConfig):
         prepacked: B's codes have the order of bits that ``decode`` takes fewer instructions
             for.
         split: sums of operands without block scales are promoted.
-        part: the row tiles that it takes where several kernels share the product; None for all.
+        row_range: the row tiles that it takes where several kernels share the product; None for all.
     """
 
     tile: Sm90Tile = Sm90Tile(128, 128)
     activations: str | None = None
     prepacked: bool = False
     split: bool = False
-    part: RowPart | None = None
+    row_range: RowRange | None = None
 
     arch: ClassVar[str] = "sm_90a"
     kernel: ClassVar[str] = "cute_kernels.kernels.gemm.sm90.kernel:Sm90Gemm"
@@ -171,18 +171,22 @@ class Sm90GemmConfig(GemmConfig):
             self.split,
             f"sums of {self.operand} are not split",
         )
-        if self.part is not None:
+        if self.row_range is not None:
             yield Rule(
                 self.grouping == "m_grouped",
-                "part",
-                self.part,
+                "row_range",
+                self.row_range,
                 "only an m_grouped product can be split by rows",
             )
-            rows = self.part.chunk if self.part.most == self.part.chunk else self.part.most
+            rows = (
+                self.row_range.chunk_rows
+                if self.row_range.max_rows == self.row_range.chunk_rows
+                else self.row_range.max_rows
+            )
             yield Rule(
-                rows <= self.tile.rows <= self.part.chunk,
-                "part",
-                self.part,
+                rows <= self.tile.rows <= self.row_range.chunk_rows,
+                "row_range",
+                self.row_range,
                 f"tiles of {self.tile.rows} rows cannot hold the row tiles of this range",
             )
 
@@ -275,7 +279,7 @@ class Sm90GemmConfig(GemmConfig):
         """True if shared memory holds the activated output of a whole tile."""
         return self.activation is not None and self.out_dtype != "float32" and not self.gathered
 
-    def has_blocks(self, tile: Any) -> bool:
+    def has_whole_blocks(self, tile: Any) -> bool:
         if self.result is None:
             return True
         # The warps that store a tile have them, or all warpgroups of its CTA.
@@ -284,7 +288,7 @@ class Sm90GemmConfig(GemmConfig):
 
     def problem_rules(self, problem: GemmProblem) -> Iterator[Rule]:
         yield Rule(
-            not (self.is_decoded and self.pairs_rows) or self.tile.m >= 2 * SF_TILE_ROWS,
+            not (self.is_decoded and self.interleaves_halves) or self.tile.m >= 2 * SF_TILE_ROWS,
             "m",
             self.tile.m,
             "a tile must have whole tiles of block scales of both halves of B",
@@ -292,11 +296,11 @@ class Sm90GemmConfig(GemmConfig):
         yield from super().problem_rules(problem)
 
     @property
-    def rows_taken(self) -> RowPart:
-        return self.part or super().rows_taken
+    def handled_rows(self) -> RowRange:
+        return self.row_range or super().handled_rows
 
     @property
-    def mixes_groups(self) -> bool:
+    def uses_dynamic_scheduling(self) -> bool:
         # Zipf's law at 128 rows: 2 to 9% faster. Others lose as much if not spread: tiles of unlike
         # length drift apart, so that L2 has no longer what the next one reads (H200).
         mixes = (
@@ -304,21 +308,21 @@ class Sm90GemmConfig(GemmConfig):
             and self.tile.rows == _MIXED_ROWS
             and (self.tile.swap_ab or self.promotes)
         )
-        return (mixes or self.spreads_rows) and self.grouping == "m_grouped"
+        return (mixes or self.balances_row_tiles) and self.grouping == "m_grouped"
 
     @property
-    def spreads_rows(self) -> bool:
+    def balances_row_tiles(self) -> bool:
         return balances_rows(self.tile)
 
     @property
     def num_sched_stage(self) -> int:  # type: ignore[override]
         # Nobody has a tile that it does not need yet.
-        return 1 if self.mixes_groups else GemmConfig.num_sched_stage
+        return 1 if self.uses_dynamic_scheduling else GemmConfig.num_sched_stage
 
     @property
     def skips_rows(self) -> bool:
         """Whether a warpgroup multiplies nothing of a tile that ends before its rows."""
-        return self.mixes_groups and not self.tile.swap_ab
+        return self.uses_dynamic_scheduling and not self.tile.swap_ab
 
     @property
     def instruction_k(self) -> int:
@@ -368,7 +372,7 @@ class Sm90GemmConfig(GemmConfig):
         if not self.is_decoded:
             return self.k_blocks
         # Several widths take registers: with fewer groups ptxas would serialize the products.
-        return (2 if self.tile.n <= _SHORT_N and not self.tile.fitted else 4) * self.pieces
+        return (2 if self.tile.n <= _SHORT_N and not self.tile.row_fitted else 4) * self.pieces
 
     @property
     def instruction_groups(self) -> tuple[int, ...]:
@@ -413,11 +417,11 @@ class Sm90GemmConfig(GemmConfig):
     @property
     def widths(self) -> tuple[int, ...]:
         """Columns of an instruction: one is chosen for each tile."""
-        if self.spreads_rows:
+        if self.balances_row_tiles:
             return tuple(width for width in _FITTED_N if width <= self.tile.n)
-        if self.mixes_groups and not self.promotes:
+        if self.uses_dynamic_scheduling and not self.promotes:
             return self.tile.n // 2, self.tile.n
-        if not self.tile.fitted:
+        if not self.tile.row_fitted:
             return (self.tile.n,)
         return tuple(8 << i for i in range((self.tile.n // 8).bit_length()))
 
@@ -432,7 +436,7 @@ class Sm90GemmConfig(GemmConfig):
         is_hidden = self.stores_by_tma and self.promotes and self.out_dtype != "float32"
         return (
             self.tile.n > WIDE_N
-            and not self.spreads_rows
+            and not self.balances_row_tiles
             and not self.stores_apart
             and not is_hidden
         )

@@ -125,7 +125,9 @@ def _work(config: Sm90GemmConfig, problem: GemmProblem) -> _Work:
     tile = config.tile
     live = min(problem.groups, problem.rows)
     mean = ceil_div(problem.rows, live)
-    width = float(next((w for w in config.widths if mean <= w), tile.n) if tile.fitted else tile.n)
+    width = float(
+        next((w for w in config.widths if mean <= w), tile.n) if tile.row_fitted else tile.n
+    )
     if config.grouping == "m_grouped":
         # A group of more than a tile ends half-way through one on average. So do large ones that
         # have the rows of one tile on average: some have more, others less.
@@ -133,7 +135,7 @@ def _work(config: Sm90GemmConfig, problem: GemmProblem) -> _Work:
             1.0 if mean <= min(tile.rows, _LARGE_GROUP) else max(1.0, mean / tile.rows + 0.5)
         )
         depth = problem.k
-        if config.spreads_rows:
+        if config.balances_row_tiles:
             row_tiles, width = _spread(mean, config.widths, live == 1)
     else:
         row_tiles, depth = float(ceil_div(problem.m, tile.rows)), mean
@@ -145,7 +147,7 @@ def _multiply_cycles(config: Sm90GemmConfig, work: _Work) -> float:
     """Return the cycles in which a CTA decodes, multiplies and promotes one stage."""
     tile, width = config.tile, work.columns
     cycles = tile.m * width * config.stage_k * config.multiplied_bits / _BITS_PER_CYCLE
-    if config.spreads_rows:
+    if config.balances_row_tiles:
         is_large = config.kind.has_short_sums and work.mean > 2 * tile.n
         cycles *= _OF_SPREAD_FP8 if is_large else _OF_SPREAD
     if config.is_decoded:
@@ -186,11 +188,11 @@ def _memory_cycles(
 def _with_uneven_groups(config: Sm90GemmConfig, mean: int, cycles: float) -> float:
     """Return ``cycles``, more or less by what groups of different sizes cost a tile."""
     tile = config.tile
-    holds_more = tile.fitted or tile.rows >= 2 * mean
+    holds_more = tile.row_fitted or tile.rows >= 2 * mean
     if config.grouping == "m_grouped" and not holds_more:
         # Groups are rarely of one size. That is not known here, but what it may cost is.
         cycles *= _UNEVEN_GROUPS
-    is_even = config.promotes or config.spreads_rows
-    if config.mixes_groups and not is_even and 2 * mean >= tile.rows:
+    is_even = config.promotes or config.balances_row_tiles
+    if config.uses_dynamic_scheduling and not is_even and 2 * mean >= tile.rows:
         cycles *= _MIXED[mean > tile.rows]
     return cycles

@@ -21,7 +21,13 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device.launch import env_stream
 
 from ..common.fakes import FakeArguments
-from ..common.loader import LoadWarp, StageLoad, TmaSource, each, paired
+from ..common.loader import (
+    LoadWarp,
+    StageLoad,
+    TmaSource,
+    paired_sources,
+    source_attributes,
+)
 from ..common.operand_kinds import OPERANDS
 from ..common.output_store import EpilogueTensors, OutputStore, store_source
 from ..common.problem import Extents, GemmArguments
@@ -29,8 +35,8 @@ from ..common.scheduler import TileReader, TileScheduler
 from ..common.views import (
     codes_view,
     extents_of,
+    interleaved_rows,
     matrix_view,
-    paired_rows,
     ragged_rows_view,
     row_scales_view,
     scale_words_view,
@@ -97,8 +103,8 @@ class Sm90Gemm:
             )
         if const_expr(config.is_decoded):
             words = scale_words_view(m_scales)
-            if const_expr(config.pairs_rows):
-                words = paired_rows(words)
+            if const_expr(config.interleaves_halves):
+                words = interleaved_rows(words)
             scales = self.source(words, layouts.stages.m_scales, layouts.tilers.m_scales)
             sources = sources._replace(m_scales=scales)
         squares = (None, None)
@@ -111,10 +117,10 @@ class Sm90Gemm:
         if const_expr(config.gathered):
             gathered = Gathered(x.b if config.grouping == "k_grouped" else x.a, x.rows)
         self.kernel(
-            each(Sources, sources, "atom"),
-            each(Sources, sources, "tensor"),
+            source_attributes(Sources, sources, "atom"),
+            source_attributes(Sources, sources, "tensor"),
             squares,
-            EpilogueTensors.of(x),
+            EpilogueTensors.from_arguments(x),
             gathered,
             x.offs,
             extents_of(config, x, m, n),
@@ -125,7 +131,7 @@ class Sm90Gemm:
             cluster=[config.tile.num_ctas, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=config.rows_taken.follows,
+            use_pdl=config.handled_rows.is_later,
         )
 
     def views(self, m: cute.Tensor, n: cute.Tensor, depth: Any) -> tuple[cute.Tensor, cute.Tensor]:
@@ -144,9 +150,9 @@ class Sm90Gemm:
                 matrix_view(m, config.m_kind, m_major, depth),
                 matrix_view(n, config.n_kind, n_major, depth),
             )
-        if not config.pairs_rows:
+        if not config.interleaves_halves:
             return m, n
-        return (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))
+        return (interleaved_rows(m), n) if config.tile.swap_ab else (m, interleaved_rows(n))
 
     def row_scales(
         self, layouts: Layouts, m_scales: cute.Tensor, n_scales: cute.Tensor
@@ -196,7 +202,7 @@ class Sm90Gemm:
         shared = self.allocate_stages(smem, layouts)
         pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
 
-        if const_expr(config.part is not None):
+        if const_expr(config.row_range is not None):
             # The next part's CTAs take the places of this one's: each needs a whole SM.
             cute.arch.griddepcontrol_launch_dependents()
         tiles = TileReader(ring, barriers.tiles)
@@ -228,14 +234,14 @@ class Sm90Gemm:
             if warp == warps.scheduler_warp_id:
                 TileScheduler(config, ring, barriers.tiles, offs, extents, counter, numbers).run()
             if warp == warps.load_warp_id:
-                sources = paired(Sources, atoms, tensors)
+                sources = paired_sources(Sources, atoms, tensors)
                 loads = self.stage_loads(layouts, sources, shared, cta)
                 LoadWarp(config, *loads, tiles, ab_pipeline).run()
             if const_expr(config.gathered):
                 if warp >= warps.first_gather_warp:
                     number = warp - warps.first_gather_warp
                     GatherWarp(config, gathered, shared, tiles, ab_pipeline, number).run()
-            if const_expr(config.rows_taken.follows):
+            if const_expr(config.handled_rows.is_later):
                 # Parts write rows of their own. But who waits for this one waits for all before it.
                 if warp == warps.scheduler_warp_id and cute.arch.block_idx()[0] == 0:
                     cute.arch.griddepcontrol_wait()

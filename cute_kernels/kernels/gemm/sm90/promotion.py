@@ -83,7 +83,7 @@ class Promoter:
         self.half = lane // 4 % 2
         self.num_squares = int(self.m_squares is not None)
         if self.n_squares is not None:
-            self.num_squares += 2 if config.pairs_rows else max(1, config.tile.n // _SQUARE)
+            self.num_squares += 2 if config.interleaves_halves else max(1, config.tile.n // _SQUARE)
         self.squares = cute.make_rmem_tensor(max(1, self.num_squares), Float32)
         #: Whether columns have scales: then a stage is read once its products are complete.
         self.has_columns = config.row_scales[1] > 0
@@ -108,7 +108,7 @@ class Promoter:
                 is_ragged = k_grouped or swapped
             group = None if is_ragged else tile.group
             square = row // config.kind.sf_vec_size
-            if config.pairs_rows:
+            if config.interleaves_halves:
                 # The tile's columns of the output are in one square of each half.
                 first = tile.m_sf_row + self.first_m if swapped else tile.n_sf_row
                 square = first // 2 // _SQUARE + (self.half if swapped else i) * (
@@ -168,7 +168,9 @@ class Promoter:
                     n = columns[j][i % 2]
                 else:
                     n = scales.n[
-                        i % 2 if self.config.pairs_rows else part * self.config.partial_n // _SQUARE
+                        i % 2
+                        if self.config.interleaves_halves
+                        else part * self.config.partial_n // _SQUARE
                     ]
                 acc[at] = self.scaled(value, scales.m[i // 2], n, total)
 

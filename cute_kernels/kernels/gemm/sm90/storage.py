@@ -70,7 +70,7 @@ class Layouts:
             atom = warpgroup.make_smem_layout_atom(_Kind.K_SW128, DSL_TYPES[config.out_dtype])
             blocks = config.consumers * config.num_store_stage * WARPS
             self.out = cute.tile_to_shape(atom, (rows // WARPS, cols, blocks), (0, 1, 2))
-        if config.pairs_rows:
+        if config.interleaves_halves:
             names = ("m", "m_scales") if tile.swap_ab else ("n", "n_scales")
             given = {name: getattr(self.tilers, name) for name in names}
             self.tilers = self.tilers._replace(
@@ -120,7 +120,9 @@ class Barriers(NamedTuple):
     def allocate(
         config: Sm90GemmConfig, layouts: Layouts, smem: cutlass.memory.SmemAllocator
     ) -> "Barriers":
-        words = cute.make_layout(config.num_sched_stage * TILE_WORDS + 4 * config.mixes_groups)
+        words = cute.make_layout(
+            config.num_sched_stage * TILE_WORDS + 4 * config.uses_dynamic_scheduling
+        )
         size = config.consumers * config.num_store_stage * config.block_bytes
         factors = None
         if config.factor_words:
@@ -136,7 +138,7 @@ class Barriers(NamedTuple):
             blocks=smem.allocate_tensor(*blocks),
             factors=factors,
             numbers=stage_barriers(smem, 1)
-            if config.mixes_groups and config.tile.num_ctas > 1
+            if config.uses_dynamic_scheduling and config.tile.num_ctas > 1
             else None,
         )
 

@@ -137,9 +137,9 @@ class ColumnConverter:
             random_numbers = None
             if const_expr(encoding.seed is not None and self.config.columnwise):
                 per_word, is_2d = self.geometry.cols_per_word, self.config.fmt.is_2d
-                lane_position = (first_row, col, self.order(lane_position))
+                position = (first_row, col, self.order(lane_position))
                 random_numbers = ColumnRandomNumbers.create(
-                    encoding.seed, is_2d, cols, tile, lane_position, per_word
+                    encoding.seed, is_2d, cols, tile, position, per_word
                 )
             codes_per_column, scale_pairs_per_column = self.convert_columns(
                 row_addresses, lane_position, first_row, col, encoding, random_numbers, addresses

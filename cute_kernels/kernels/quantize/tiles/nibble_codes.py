@@ -66,7 +66,7 @@ class NibbleTiles:
                 self.team.sync(team)
             if (
                 not self.columns.skips_rows
-                or self.columns.place(warp_in_team).first_row < tile.num_rows
+                or self.columns.lane_position(warp_in_team).first_row < tile.num_rows
             ):
                 self.columns.convert(
                     groups, cols, column_encoding, out.codes_t, tile, warp_in_team, addresses

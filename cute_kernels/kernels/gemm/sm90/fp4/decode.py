@@ -151,7 +151,7 @@ class FragmentDecoder:
         self.scale_row_bytes = config.pieces * self.piece_scale_bytes
         #: Whether rows are those of two tiles of scales by turns; bytes from a row's scales to the
         #: next's.
-        self.pairs = config.pairs_rows
+        self.pairs = config.interleaves_halves
         self.next_scales = _NEXT_ROW // (1 + self.pairs) * 16
         thread = cute.arch.thread_idx()[0]
         lane, quad_lane = thread % 32, thread % 4
