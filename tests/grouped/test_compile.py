@@ -1,3 +1,5 @@
+"""Functions and layers compiled into one graph, against eager mode, bit by bit."""
+
 import copy
 
 import pytest
@@ -46,6 +48,7 @@ def boundaries(tokens):
 
 
 def step(function, module, x, offs):
+    """Return the output and all gradients of a step, compiled for any number of tokens."""
     leaf = x.clone().requires_grad_()
     torch._dynamo.mark_dynamic(leaf, 0)
     module.zero_grad()
@@ -63,7 +66,7 @@ def mlp(recipe, **options):
     return GroupedMLP(3, K, 32, recipe=recipe, dtype=BF16, **options)
 
 
-#: All recipes, and both forms of the parameters; an MLP is two linear layers.
+#: Every recipe, and stacked or separate parameters; an MLP consists of two linear layers.
 TRAINED = ALL_RECIPES | {
     "stochastic": recipes.NVFP4(hadamard=True, stochastic_rounding=True),
     "delayed": recipes.FP8Delayed(history_length=4),
@@ -111,7 +114,7 @@ def test_host_boundaries():
         function(x, [13, 12, 35])
 
 
-def test_microbatches():
+def test_microbatches_with_a_cached_weight():
     module = linear(RECIPES["row-scaled"])
     function, _ = compiled(module)
     offs = boundaries(40)
@@ -124,7 +127,7 @@ def test_microbatches():
             module.weight.mul_(2)
 
 
-def test_a_quantized_weight():
+def test_a_quantized_weight_that_is_trained():
     module = linear(RECIPES["row-scaled"])
     module.weight = parameter()
     function, frames = compiled(module)
@@ -138,7 +141,7 @@ def test_a_quantized_weight():
     assert len(frames) == 1
 
 
-#: One of each kind of buffers: the ops under them have tests of every format.
+#: One format per kind of buffers; tests of the ops have every format.
 every_format = pytest.mark.parametrize(
     "fmt",
     [
@@ -149,27 +152,28 @@ every_format = pytest.mark.parametrize(
 
 
 @every_format
-def test_functions_that_make_and_return_grouped_tensors(fmt):
+def test_functions_that_return_grouped_tensors(fmt):
     def quantize(x, grad, offs):
+        """Return a GroupedTensor, and the decoded results of all forms of quantize."""
         xq, dbias = grouped.quantize(x, fmt, offs=offs, columnwise=True, dbias=True)
         activated = grouped.quantize(x, fmt, offs=offs, activation="swiglu", columnwise=True)
         d, dbias_z = grouped.quantize(x, fmt, offs=offs, activation="swiglu", grad=grad, dbias=True)
-        ways = [activated.dequantize(direction=way) for way in ("rowwise", "columnwise")]
-        return xq, xq.dequantize(), dbias, *ways, d.dequantize(), dbias_z
+        values = [activated.dequantize(direction=name) for name in ("rowwise", "columnwise")]
+        return xq, xq.dequantize(), dbias, *values, d.dequantize(), dbias_z
 
     function, frames = compiled(quantize)
     for tokens in TOKENS:
-        given = sample(tokens, K), sample(tokens, K // 2), boundaries(tokens)
-        for rows in given[:2]:
+        arguments = sample(tokens, K), sample(tokens, K // 2), boundaries(tokens)
+        for rows in arguments[:2]:
             torch._dynamo.mark_dynamic(rows, 0)
-        got, want = function(*given), quantize(*given)
+        got, want = function(*arguments), quantize(*arguments)
         assert_same_tensor(got[0], want[0])
         assert_all_same(got[1:], want[1:])
-        assert got[0].offs is not given[2]
+        assert got[0].offs is not arguments[2]
     assert len(frames) == 1
 
 
-def test_products_into_given_buffers():
+def test_products_into_out():
     def accumulate(dyq, xq, wq, main_grad, y):
         grouped.grouped_gemm(dyq, xq, out=main_grad, accumulate=True)
         return grouped.grouped_gemm(xq, wq, out=y), main_grad * 2
@@ -190,23 +194,23 @@ def test_products_into_given_buffers():
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])
-def test_products_of_plain_rows_are_differentiated(is_quantized):
+def test_gradients_of_grouped_gemm_of_plain_rows(is_quantized):
     def loss(x, bias, w, offs):
         return grouped.grouped_gemm(x, w, offs=offs, bias=bias, out_dtype=F32).square().sum()
 
     function, _ = compiled(loss)
     grads = []
     x, w, bias, offs = sample(40, K), sample(3, N, K), torch.randn(3, N), boundaries(40)
-    held = [grouped.quantize(w, WEIGHT_FORMAT, columnwise=True)] if is_quantized else []
+    frozen = [grouped.quantize(w, WEIGHT_FORMAT, columnwise=True)] if is_quantized else []
     for run in (function, loss):
-        leaves = [t.clone().requires_grad_() for t in ((x, bias) if held else (x, bias, w))]
-        run(*leaves, *held, offs).backward()
+        leaves = [t.clone().requires_grad_() for t in ((x, bias) if frozen else (x, bias, w))]
+        run(*leaves, *frozen, offs).backward()
         grads.append([leaf.grad for leaf in leaves])
     assert_all_same(*grads)
 
 
 @every_format
-def test_quantize_into_a_given_tensor(fmt):
+def test_quantize_into_out(fmt):
     def requantize(x, offs, out):
         return grouped.quantize(x, fmt, offs=offs, columnwise=True, out=out).dequantize()
 
@@ -234,8 +238,8 @@ def test_in_place_updates_inside_the_graph(fmt):
 
 @pytest.mark.parametrize("name", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_counts_whose_number_is_known_at_run_time_only(name, dynamic):
-    """As of ``torch.bincount``, which says no more than a minimum of them."""
+def test_counts_of_unknown_number(name, dynamic):
+    """``torch.bincount`` returns a tensor whose size depends on values."""
     layer, recipe = linear(ALL_RECIPES[name]), ALL_RECIPES[name]
 
     def route(x, experts):

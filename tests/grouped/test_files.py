@@ -1,3 +1,5 @@
+"""``to_parts`` and ``from_parts``: plain tensors of a GroupedTensor for files."""
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ ENDS = [7, 7, 133]
 
 
 def quantized(fmt, ragged):
-    # The last rows are a tail; 176 columns are no whole pitch, and no whole tile of scales.
+    # The last rows are a tail; 176 columns fill neither a pitch nor a tile of scales.
     cols = 176 if fmt.k_multiple == 16 else 192
     return (
         grouped.quantize(sample(140, cols), fmt, offs=ENDS)
@@ -29,68 +31,109 @@ def quantized(fmt, ragged):
     )
 
 
-@pytest.mark.parametrize("layout", ["linear", "tiles"])
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
-def test_parts_make_the_tensor_again(fmt, ragged, layout):
+def has_parts(fmt, ragged, layout):
+    """Return False for ragged square blocks, whose scales have no linear layout."""
+    return layout == "tiles" or not ragged or not fmt.has_squares
+
+
+@pytest.mark.parametrize(
+    ("fmt", "ragged", "layout"),
+    [
+        pytest.param(fmt, ragged, layout, id=f"{name}-{'ragged' * ragged or 'uniform'}-{layout}")
+        for name, fmt in EVERY_FORMAT.items()
+        for ragged in (False, True)
+        for layout in ("linear", "tiles")
+        if has_parts(fmt, ragged, layout)
+    ],
+)
+def test_from_parts_restores_the_tensor(fmt, ragged, layout):
     q = quantized(fmt, ragged)
-    if layout == "linear" and ragged and fmt.has_squares:
-        with pytest.raises(ValueError, match="no linear scales"):
-            q.to_parts(layout)
-        return
     read = save_and_load({name: t.clone() for name, t in q.to_parts(layout).items()})
-    again = GroupedTensor.from_parts(formats.parse(fmt.text), **read, layout=layout, dtype=q.dtype)
-    assert (again.format, again.shape, again.dtype, again.columnwise) == (
-        fmt,
-        q.shape,
-        q.dtype,
-        None,
+    restored = GroupedTensor.from_parts(
+        formats.parse(fmt.text), **read, layout=layout, dtype=q.dtype
     )
-    assert_same_buffers(bytes_of(again), bytes_of(q))
-    # Views that begin or end anywhere are taken, too.
+    assert (restored.format, restored.shape, restored.dtype) == (fmt, q.shape, q.dtype)
+    assert restored.columnwise is None
+    assert_same_buffers(bytes_of(restored), bytes_of(q))
+    # Parts may be views with any storage offset.
     moved = {name: torch.cat([t[:1], t])[1:] if name == "codes" else t for name, t in read.items()}
     assert_same_bytes(
         GroupedTensor.from_parts(fmt, **moved, layout=layout).dequantize(), q.dequantize()
     )
 
 
-@pytest.mark.parametrize("fmt", ["1x16", "16x16", "row-scaled"])
+@pytest.mark.parametrize(
+    "fmt", [pytest.param(f, id=name) for name, f in EVERY_FORMAT.items() if f.has_squares]
+)
+def test_ragged_square_blocks_have_no_linear_scales(fmt):
+    with pytest.raises(ValueError, match="no linear scales"):
+        quantized(fmt, ragged=True).to_parts("linear")
+
+
+nvfp4 = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+
+
+@nvfp4
 def test_linear_parts_are_matrices(fmt):
-    """Against values written from the format's text, and numbers as ModelOpt has them."""
-    q = quantized(FORMATS[fmt], False)
-    parts = q.to_parts()
-    assert parts["scales"].dtype == E4M3
+    """They decode to the same values by the text of the format."""
+    q = quantized(fmt, False)
+    tensors = q.to_parts()
+    assert tensors["scales"].dtype == E4M3
     for g, values in enumerate(q.dequantize(F32)):
         assert_same_bytes(
-            decode_member(*(parts[name][g] for name in ("codes", "scales", "amax")), 176), values
+            decode_member(*(tensors[name][g] for name in ("codes", "scales", "amax")), 176), values
         )
-    by_scale = q.to_parts(global_scale=True)
-    torch.testing.assert_close(by_scale["global_scale"], parts["amax"] / 2688, rtol=2e-7, atol=0)
-    again = GroupedTensor.from_parts(q.format, **by_scale)
-    torch.testing.assert_close(again.dequantize(F32), q.dequantize(F32), rtol=4e-7, atol=0)
-    packed = by_scale | {"codes": by_scale["codes"].view(torch.float4_e2m1fn_x2)}
-    packed["scales"] = packed["scales"].view(U8)
-    assert_same_buffers(bytes_of(GroupedTensor.from_parts(q.format, **packed)), bytes_of(again))
-    one = {"amax": torch.tensor(3.0), "codes": parts["codes"], "scales": parts["scales"]}
-    assert (GroupedTensor.from_parts(q.format, **one).amax == 3).all()
 
 
-def test_parts_that_follow():
+@nvfp4
+def test_parts_with_a_global_scale_as_modelopt_has(fmt):
+    q = quantized(fmt, False)
+    tensors = q.to_parts(global_scale=True)
+    torch.testing.assert_close(tensors["global_scale"], q.amax / 2688, rtol=2e-7, atol=0)
+    restored = GroupedTensor.from_parts(q.format, **tensors)
+    torch.testing.assert_close(restored.dequantize(F32), q.dequantize(F32), rtol=4e-7, atol=0)
+
+
+@nvfp4
+def test_parts_may_have_the_dtypes_of_packed_codes(fmt):
+    q = quantized(fmt, False)
+    tensors = q.to_parts()
+    packed = tensors | {
+        "codes": tensors["codes"].view(torch.float4_e2m1fn_x2),
+        "scales": tensors["scales"].view(U8),
+    }
+    assert_same_buffers(bytes_of(GroupedTensor.from_parts(q.format, **packed)), bytes_of(q))
+
+
+@nvfp4
+def test_one_amax_for_all_groups(fmt):
+    tensors = quantized(fmt, False).to_parts()
+    q = GroupedTensor.from_parts(fmt, tensors["codes"], tensors["scales"], amax=torch.tensor(3.0))
+    assert (q.amax == 3).all()
+
+
+def test_fp8_parts_follow_from_the_inverse_scale():
     q = quantized(grouped.FP8(), True)
     codes, inverse = q.rowwise.codes, q.rowwise.scale_inv
-    again = GroupedTensor.from_parts(q.format, codes, global_scale=inverse, offs=ENDS)
-    assert_same_bytes(again.dequantize(), q.dequantize())
-    torch.testing.assert_close(again.rowwise.scale, q.rowwise.scale)
-    torch.testing.assert_close(again.amax, q.amax, rtol=1e-6, atol=0)
+    restored = GroupedTensor.from_parts(q.format, codes, global_scale=inverse, offs=ENDS)
+    assert_same_bytes(restored.dequantize(), q.dequantize())
+    torch.testing.assert_close(restored.rowwise.scale, q.rowwise.scale)
+    torch.testing.assert_close(restored.amax, q.amax, rtol=1e-6, atol=0)
+
+
+def test_parts_of_prepacked_codes_are_in_plain_order():
     w = grouped.quantize(sample(3, 128, 64), FORMATS["16x16"])
     assert_same_buffers(w.prepack().to_parts(), w.to_parts())
+
+
+def test_parts_of_no_rows():
     empty = grouped.quantize(torch.zeros(0, 64), FORMATS["1x16"], offs=[0]).to_parts()
     assert empty["scales"].shape == (0, 4) and GroupedTensor.from_parts(
         FORMATS["1x16"], **empty
     ).shape == (0, 64)
 
 
-#: What changes of the parts of an NVFP4 tensor (3, 130, 176), and what is said of it.
+#: Changed arguments of the parts of an NVFP4 tensor (3, 130, 176), the error and its message.
 PARTS = quantized(FORMATS["1x16"], False).to_parts()
 WRONG = {
     "codes of FP8": (
@@ -121,7 +164,7 @@ WRONG = {
         ValueError,
         "global_scale is missing",
     ),
-    "no second level": (
+    "no global scale": (
         {
             "fmt": grouped.FP8Block(),
             "codes": torch.zeros(3, 130, 128).to(E4M3),
@@ -134,12 +177,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG)
-def test_parts_that_do_not_fit(change, error, message):
+def test_invalid_parts(change, error, message):
     with pytest.raises(error, match=message):
         GroupedTensor.from_parts(**{"fmt": FORMATS["1x16"], **PARTS} | change)
 
 
-def test_what_has_no_parts():
+def test_to_parts_needs_a_rowwise_copy():
     for q in (
         grouped.quantize(sample(512), FORMATS["1x16"], shapes=[(8, 64)]),
         grouped.quantize(sample(3, 32, 64), FORMATS["1x16"], rowwise=False, columnwise=True),

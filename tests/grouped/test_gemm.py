@@ -1,3 +1,5 @@
+"""``grouped.grouped_gemm`` of GroupedTensors against products of the decoded members, in fp64."""
+
 import functools
 
 import pytest
@@ -48,16 +50,17 @@ def tensors(splits):
     return sample(rows, K), sample(len(splits), N, K), sample(rows, N)
 
 
-def quantized(trio, splits, held):
+def quantize_trio(trio, splits, x_w_dy):
+    """Quantize x, w and dy in both directions."""
     ends = end_rows(splits)
     return [
         grouped.quantize(t, fmt, offs=None if t.dim() == 3 else ends, columnwise=True)
-        for t, fmt in zip(held, trio, strict=True)
+        for t, fmt in zip(x_w_dy, trio, strict=True)
     ]
 
 
 def operands(splits=(7, 0, 26)):
-    return quantized(TRIOS["row-scaled"], splits, tensors(splits))
+    return quantize_trio(TRIOS["row-scaled"], splits, tensors(splits))
 
 
 def products(x, w, dy, **options):
@@ -70,13 +73,13 @@ def products(x, w, dy, **options):
 
 @each_trio
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_products_of_the_decoded_members(trio, splits):
-    x, w, dy = quantized(trio, splits, tensors(splits))
+def test_products_are_those_of_decoded_members(trio, splits):
+    x, w, dy = quantize_trio(trio, splits, tensors(splits))
     y, dx, dw = products(x, w, dy, out_dtype=F32)
     assert y.shape == (x.shape[0], N) and dx.shape == x.shape and dw.shape == w.shape
-    ways = "rowwise", "columnwise"
+    names = "rowwise", "columnwise"
     (row, column), (weight, weight_t), (dy_row, dy_column) = (
-        [t.dequantize(F32, way).double() for way in ways] for t in (x, w, dy)
+        [t.dequantize(F32, name).double() for name in names] for t in (x, w, dy)
     )
     for g, (start, end) in enumerate(row_ranges(splits)):
         if start == end:
@@ -89,28 +92,37 @@ def test_products_of_the_decoded_members(trio, splits):
 
 
 @each_trio
-def test_out_alpha_bias_and_accumulate(trio):
+def test_alpha_bias_and_out_dtype(trio):
     splits = (20, 0, 12)
-    x, w, dy = quantized(trio, splits, tensors(splits))
+    x, w, _ = quantize_trio(trio, splits, tensors(splits))
     bias, alpha = torch.randn(3, N), torch.tensor([2.0, 0.5, -1.0])  # powers of two: no rounding
-    y, dx, dw = products(x, w, dy, out_dtype=F32)
+    y = grouped.grouped_gemm(x, w, out_dtype=F32)
     scaled = torch.cat([y[a:b] * alpha[g] + bias[g] for g, (a, b) in enumerate(row_ranges(splits))])
     for dtype in (BF16, F16, F32):
         got = grouped.grouped_gemm(x, w, bias=bias, alpha=alpha, out_dtype=dtype)
         assert_same_bytes(got[:32], scaled.to(dtype))
         assert not got[32:].any()
     assert grouped.grouped_gemm(x, w).dtype == BF16
-    calls = ((y[:32], (x, w), {}), (dx[:32], (dy, w), {"transpose_b": True}), (dw, (dy, x), {}))
-    for result, operands, options in calls:
+
+
+@each_trio
+def test_out_is_written_or_added_to(trio):
+    splits = (20, 0, 12)
+    x, w, dy = quantize_trio(trio, splits, tensors(splits))
+    y, dx, dw = products(x, w, dy, out_dtype=F32)
+    for result, operands, options in (
+        (y[:32], (x, w), {}),
+        (dx[:32], (dy, w), {"transpose_b": True}),
+        (dw, (dy, x), {}),
+    ):
         rows = len(result)
-        held = torch.randn(rows + 3 * (result.dim() == 2), *result.shape[1:])  # with the tail
+        out = torch.randn(rows + 3 * (result.dim() == 2), *result.shape[1:])  # with the tail
         for accumulate in (False, True):
-            before = held.clone()
-            assert (
-                grouped.grouped_gemm(*operands, out=held, accumulate=accumulate, **options) is held
-            )
-            assert_same_bytes(held[:rows], before[:rows] + result if accumulate else result)
-            assert_same_bytes(held[rows:], before[rows:])
+            before = out.clone()
+            got = grouped.grouped_gemm(*operands, out=out, accumulate=accumulate, **options)
+            assert got is out
+            assert_same_bytes(out[:rows], before[:rows] + result if accumulate else result)
+            assert_same_bytes(out[rows:], before[rows:])
 
 
 @each_trio
@@ -136,7 +148,7 @@ def test_gradients_of_plain_activations(trio, dtype):
             )
 
 
-def test_a_product_of_quantized_parameters_has_no_derivative():
+def test_products_of_quantized_operands_have_no_derivative():
     x, w, _ = operands()
     y = grouped.grouped_gemm(x, torch.nn.Parameter(w))
     with pytest.raises(RuntimeError, match=r"no derivative.*grouped\.nn"):
@@ -148,7 +160,7 @@ PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("arguments", "error", "message"),
     [
         ({"a": X, "b": W.dequantize()}, TypeError, "GroupedTensor and Tensor"),
         ({"a": PLAIN["a"], "b": X, "offs": [7, 7, 33]}, ValueError, "b must be uniform"),
@@ -162,16 +174,16 @@ PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
         ({"a": X, "b": X, "bias": torch.zeros(3, K)}, ValueError, "bias has no meaning"),
         ({"a": X, "b": X, "transpose_b": True}, ValueError, "transpose_b has no meaning"),
         (PLAIN | {"b": PLAIN["a"], "transpose_b": True}, ValueError, "transpose_b has no meaning"),
-        ({"a": X, "b": operands((7, 26))[2]}, ValueError, "cut alike: 3 groups.*2 groups"),
+        ({"a": X, "b": operands((7, 26))[2]}, ValueError, "equal groups: 3 groups.*2 groups"),
         ({"a": X, "b": W, "transpose_b": True}, ValueError, "as b contracts, 96"),
     ],
 )
-def test_grouped_gemm_refuses(given, error, message):
+def test_grouped_gemm_refuses(arguments, error, message):
     with pytest.raises(error, match=message):
-        grouped.grouped_gemm(**given)
+        grouped.grouped_gemm(**arguments)
 
 
-def test_a_direction_that_is_missing_is_named():
+def test_missing_directions_are_named():
     x = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=[36])
     column = grouped.quantize(
         sample(36, K), FORMATS["1x16"], offs=[36], rowwise=False, columnwise=True

@@ -148,7 +148,7 @@ ARGUMENTS = {"x": torch.zeros(40, K), "weight": torch.zeros(3, N, K), "bias": No
         (
             {"weight": grouped.quantize(torch.ones(3, N, K), grouped.NVFP4(row_scaled=True))},
             ValueError,
-            "one second-level scale a group",
+            "one global scale per group",
         ),
     ],
 )

@@ -1,3 +1,5 @@
+"""The quantized copy of a weight that a layer caches between calls, and when it is dropped."""
+
 import warnings
 
 import pytest
@@ -5,8 +7,7 @@ import torch
 from torch import nn
 
 from grouped import NVFP4, optim, quantize, recipes
-from grouped.nn import GroupedLinear, GroupedMLP
-from grouped.nn import cached_weight as kept
+from grouped.nn import GroupedLinear, GroupedMLP, cached_weight
 from tests.helpers import assert_same_bytes, compile_full_graph, each_copy, offs_tensor, sample
 
 from .cases import RECIPES, OpCounter, weights_quantized
@@ -14,16 +15,16 @@ from .cases import RECIPES, OpCounter, weights_quantized
 K, N, ENDS = 64, 48, [13, 13, 35]
 
 
-def layer_of(single=True, recipe=RECIPES["row-scaled"], **options):
+def make_layer(single=True, recipe=RECIPES["row-scaled"], **options):
     return GroupedLinear(3, K, N, recipe=recipe, single_parameter=single, **options)
 
 
-def name_of_first(layer):
+def weight_name(layer):
     return "weight" if layer.single_parameter else "weight2"
 
 
-def first_weight(layer):
-    return getattr(layer, name_of_first(layer))
+def weight_of(layer):
+    return getattr(layer, weight_name(layer))
 
 
 def step(layer, optimizer=torch.optim.SGD, **options):
@@ -31,45 +32,45 @@ def step(layer, optimizer=torch.optim.SGD, **options):
     optimizer(layer.parameters(), lr=1.0, **options).step()
 
 
-def in_place(layer, mode=torch.no_grad):
+def scale_in_place(layer, mode=torch.no_grad):
     with mode():
-        first_weight(layer).mul_(2)
+        weight_of(layer).mul_(2)
 
 
-def data(layer):
-    first_weight(layer).data = first_weight(layer).data * 2
+def replace_data(layer):
+    weight_of(layer).data = weight_of(layer).data * 2
 
 
-def on_the_same_storage(layer):
-    """A parameter whose version is that of the old one, written through it."""
-    old = first_weight(layer).detach()
+def replace_on_the_same_storage(layer):
+    """Replace the weight by a parameter on its storage, whose version is not smaller."""
+    old = weight_of(layer).detach()
     parameter = nn.Parameter(old.data)
     with torch.no_grad():
         while parameter._version < old._version:
             parameter.mul_(2)
         parameter.mul_(2)
-    setattr(layer, name_of_first(layer), parameter)
+    setattr(layer, weight_name(layer), parameter)
 
 
-WRITTEN, OTHER_DATA, OTHER = (
+WRITTEN, DATA_REPLACED, REPLACED = (
     "written in place",
     r"its data is another tensor \(\.data",
     "it is another tensor",
 )
 CHANGES = {
     "step": (step, WRITTEN),
-    # PyTorch counts no version.
+    # PyTorch does not count this write as a version.
     "fused step": (lambda layer: step(layer, torch.optim.AdamW, fused=True), WRITTEN),
-    "step of ours": (lambda layer: step(layer, optim.AdamW), WRITTEN),
-    "in place": (in_place, WRITTEN),
-    "in inference mode": (lambda layer: in_place(layer, torch.inference_mode), WRITTEN),
-    "data": (data, OTHER_DATA),
-    "data again": (lambda layer: [data(layer), data(layer)], OTHER_DATA),
+    "step of grouped.optim": (lambda layer: step(layer, optim.AdamW), WRITTEN),
+    "in place": (scale_in_place, WRITTEN),
+    "in inference mode": (lambda layer: scale_in_place(layer, torch.inference_mode), WRITTEN),
+    "data": (replace_data, DATA_REPLACED),
+    "data twice": (lambda layer: [replace_data(layer), replace_data(layer)], DATA_REPLACED),
     "parameter": (
-        lambda layer: setattr(layer, name_of_first(layer), nn.Parameter(first_weight(layer) * 2)),
-        OTHER,
+        lambda layer: setattr(layer, weight_name(layer), nn.Parameter(weight_of(layer) * 2)),
+        REPLACED,
     ),
-    "parameter on the same storage": (on_the_same_storage, OTHER),
+    "parameter on the same storage": (replace_on_the_same_storage, REPLACED),
     "recipe": (
         lambda layer: setattr(layer, "recipe", recipes.Recipe(*[RECIPES["nvfp4"].input] * 3)),
         "the recipe is Recipe.*and was NVFP4RowScaled",
@@ -81,7 +82,7 @@ changes = pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=C
 @pytest.mark.parametrize("single", [True, False])
 @changes
 def test_a_changed_weight_is_not_used(change, message, single):
-    layer = layer_of(single)
+    layer = make_layer(single)
     x = sample(40, K)
     step(layer)
     layer(x, ENDS, is_first_microbatch=True)
@@ -97,11 +98,12 @@ def test_a_changed_weight_is_not_used(change, message, single):
 @pytest.mark.parametrize("single", [True, False])
 @changes
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
-def test_inference_keeps_a_weight_until_it_changes(grad_mode, change, message, single):
-    layer = layer_of(single).eval()
+def test_inference_caches_a_weight_until_it_changes(grad_mode, change, message, single):
+    layer = make_layer(single).eval()
     x = sample(40, K)
 
     def run():
+        """Return the output of three calls, in which the weight is quantized once."""
         with grad_mode(), OpCounter() as counter:
             ys = [layer(x, torch.tensor(ENDS)) for _ in range(3)]
         assert weights_quantized(counter) == 1
@@ -118,7 +120,7 @@ def test_inference_keeps_a_weight_until_it_changes(grad_mode, change, message, s
         assert_same_bytes(layer(x, ENDS), after)
 
 
-def test_what_is_kept_in_inference_holds_only_what_it_reads():
+def test_inference_caches_only_the_rowwise_copy():
     mlp = GroupedMLP(3, K, N, recipe=RECIPES["nvfp4"]).eval()
     x = sample(40, K)
     with torch.no_grad(), OpCounter() as counter:
@@ -126,14 +128,14 @@ def test_what_is_kept_in_inference_holds_only_what_it_reads():
             mlp(x, ENDS)
     assert weights_quantized(counter) == 2
     assert not mlp.down._kept.has_columnwise
-    kept = mlp.down._kept
+    cached = mlp.down._kept
     leaf = x.clone().requires_grad_()
     mlp(leaf, ENDS).sum().backward()  # gradients quantize for themselves
-    assert leaf.grad.any() and mlp.down._kept is kept
+    assert leaf.grad.any() and mlp.down._kept is cached
 
 
-def test_separate_parameters_are_not_stacked_for_a_kept_weight():
-    layer = layer_of(single=False).eval()
+def test_separate_parameters_are_not_stacked_for_a_cached_weight():
+    layer = make_layer(single=False).eval()
     x = sample(40, K)
     with torch.no_grad():
         want = layer(x, ENDS)
@@ -145,17 +147,17 @@ def test_separate_parameters_are_not_stacked_for_a_kept_weight():
 @pytest.mark.parametrize(
     ("mode", "grad_mode"), [("train", torch.no_grad), ("eval", torch.enable_grad)]
 )
-def test_training_keeps_nothing_by_itself(mode, grad_mode):
-    layer = getattr(layer_of(), mode)()
+def test_training_caches_nothing_by_itself(mode, grad_mode):
+    layer = getattr(make_layer(), mode)()
     with grad_mode(), OpCounter() as counter:
         for _ in range(2):
             layer(sample(40, K), torch.tensor(ENDS))
     assert weights_quantized(counter) == 2 and layer._kept is None
 
 
-def test_a_change_of_mode_drops_a_kept_weight():
-    """Writes through ``.data`` count no version; people who make them change the mode after."""
-    layer, x = layer_of().eval(), sample(40, K)
+def test_a_change_of_mode_drops_a_cached_weight():
+    """Writes through ``.data`` count no version; users change the mode after them."""
+    layer, x = make_layer().eval(), sample(40, K)
     with torch.no_grad():
         layer(x, ENDS)
         layer.weight.data.mul_(2)
@@ -164,52 +166,50 @@ def test_a_change_of_mode_drops_a_kept_weight():
     assert_same_bytes(got, layer.train()(x, ENDS).detach())
 
 
-@pytest.mark.parametrize("first", [None, True, False])
-def test_weights_without_versions_are_not_kept(first):
+@pytest.mark.parametrize("is_first", [None, True, False])
+def test_weights_without_versions_are_not_cached(is_first):
     with torch.inference_mode():
-        layer, x = layer_of().eval(), sample(40, K)
-        before = layer(x, ENDS, is_first_microbatch=first)
+        layer, x = make_layer().eval(), sample(40, K)
+        before = layer(x, ENDS, is_first_microbatch=is_first)
         layer.weight.mul_(2)
         assert layer._kept is None and not torch.equal(
-            before, layer(x, ENDS, is_first_microbatch=first)
+            before, layer(x, ENDS, is_first_microbatch=is_first)
         )
 
 
-@pytest.mark.parametrize("first", [None, True])
-def test_a_swapped_weight_is_another(first):
-    """``torch.utils.swap_tensors`` takes a weight of which a quantized copy is kept, and the copy
-    is not used.
-    """
-    layers, x = [layer_of().eval(), layer_of().eval()], sample(40, K)
+@pytest.mark.parametrize("is_first", [None, True])
+def test_swapped_weights_are_not_used(is_first):
+    """``torch.utils.swap_tensors`` swaps weights; the cached copies are not used for the others."""
+    layers, x = [make_layer().eval(), make_layer().eval()], sample(40, K)
     with torch.no_grad():
         layers[1].weight.mul_(2)
-        wants = [layer(x, ENDS, is_first_microbatch=first) for layer in reversed(layers)]
+        wants = [layer(x, ENDS, is_first_microbatch=is_first) for layer in reversed(layers)]
         assert all(layer._kept is not None for layer in layers)
         for pair in zip(*(layer.parameters() for layer in layers), strict=True):
             torch.utils.swap_tensors(*pair)
-        if first:
+        if is_first:
             with pytest.raises(RuntimeError, match="the weight changed since"):
                 layers[0](x, ENDS, is_first_microbatch=False)
         for layer, want in zip(layers, wants, strict=True):
-            assert_same_bytes(layer(x, ENDS, is_first_microbatch=first), want)
+            assert_same_bytes(layer(x, ENDS, is_first_microbatch=is_first), want)
 
 
 @each_copy
-@pytest.mark.parametrize("first", [None, True])
-def test_copies_have_their_own(copied, first):
-    layer, x = layer_of().eval(), sample(40, K)
+@pytest.mark.parametrize("is_first", [None, True])
+def test_copies_of_layers_have_their_own_cache(copied, is_first):
+    layer, x = make_layer().eval(), sample(40, K)
     with torch.no_grad():
-        layer(x, ENDS, is_first_microbatch=first)
-        other = copied(layer)
-        assert layer._kept is not None and other._kept is None
-        other.weight = nn.Parameter(other.weight * 2)
-        assert not torch.equal(other(x, ENDS), layer(x, ENDS))
+        layer(x, ENDS, is_first_microbatch=is_first)
+        copy = copied(layer)
+        assert layer._kept is not None and copy._kept is None
+        copy.weight = nn.Parameter(copy.weight * 2)
+        assert not torch.equal(copy(x, ENDS), layer(x, ENDS))
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("first", [None, True, False])
-def test_compiled_calls_see_every_change(first, fresh_dynamo):
-    layer, x, offs = layer_of().eval(), sample(40, K), offs_tensor(*ENDS)
+@pytest.mark.parametrize("is_first", [None, True, False])
+def test_compiled_calls_see_every_change(is_first, fresh_dynamo):
+    layer, x, offs = make_layer().eval(), sample(40, K), offs_tensor(*ENDS)
     run = compile_full_graph(layer)
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         layer(x, offs, is_first_microbatch=True)
@@ -217,20 +217,20 @@ def test_compiled_calls_see_every_change(first, fresh_dynamo):
             if name:
                 CHANGES[name][0](layer)
             assert_same_bytes(
-                run(x, offs, is_first_microbatch=first), layer(x, offs, is_first_microbatch=True)
+                run(x, offs, is_first_microbatch=is_first), layer(x, offs, is_first_microbatch=True)
             )
 
 
-def test_traces_and_transforms_keep_nothing():
-    layer, x, offs = layer_of().eval(), sample(40, K), offs_tensor(*ENDS)
+def test_traces_and_transforms_cache_nothing():
+    layer, x, offs = make_layer().eval(), sample(40, K), offs_tensor(*ENDS)
     with torch.no_grad():
         graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: layer(x, offs))(x)
         assert layer._kept is None
-        in_place(layer)
+        scale_in_place(layer)
         want = layer(x, offs)
     layer._kept = None
-    for first in (None, True):
-        torch.func.grad(lambda x, f=first: layer(x, offs, is_first_microbatch=f).sum())(x)
+    for is_first in (None, True):
+        torch.func.grad(lambda x, f=is_first: layer(x, offs, is_first_microbatch=f).sum())(x)
         assert layer._kept is None
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         layer(x, offs)
@@ -240,10 +240,10 @@ def test_traces_and_transforms_keep_nothing():
 
 
 def test_a_captured_call_that_quantizes_a_weight_warns_once(monkeypatch):
-    """Each replay would quantize again: 3 times the time of a layer whose weights were prepared."""
-    monkeypatch.setattr(kept, "is_captured", lambda weight: True)
-    layers, x = [layer_of().eval() for _ in range(2)], sample(40, K)
-    kept._warn_of_captured_quantization.cache_clear()
+    """Each replay would quantize again, which takes 3 times as long as with a prepared weight."""
+    monkeypatch.setattr(cached_weight, "is_captured", lambda weight: True)
+    layers, x = [make_layer().eval() for _ in range(2)], sample(40, K)
+    cached_weight._warn_of_captured_quantization.cache_clear()
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
         for layer in layers:
@@ -258,13 +258,13 @@ def test_a_captured_call_that_quantizes_a_weight_warns_once(monkeypatch):
 
 @pytest.mark.parametrize("case", ["training", "gradients", "bf16", "quantized"])
 def test_other_captured_calls_do_not_warn(case, monkeypatch):
-    monkeypatch.setattr(kept, "is_captured", lambda weight: True)
-    layer = layer_of(recipe=RECIPES["bf16"] if case == "bf16" else RECIPES["row-scaled"]).train(
+    monkeypatch.setattr(cached_weight, "is_captured", lambda weight: True)
+    layer = make_layer(recipe=RECIPES["bf16"] if case == "bf16" else RECIPES["row-scaled"]).train(
         case == "training"
     )
     if case == "quantized":
         layer.weight = nn.Parameter(quantize(layer.weight.detach(), NVFP4()), requires_grad=False)
-    kept._warn_of_captured_quantization.cache_clear()
+    cached_weight._warn_of_captured_quantization.cache_clear()
     with warnings.catch_warnings(), torch.set_grad_enabled(case == "gradients"):
         warnings.simplefilter("error")
         layer(sample(40, K), ENDS)
