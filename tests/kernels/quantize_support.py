@@ -124,7 +124,11 @@ def ragged(rows, cols, offs, dtype="bfloat16", seed=0):
 
 def expected(problem, fmt, rowwise, columnwise, given=None, drawn=(0, 0)):
     out = problem.buffers(fmt, rowwise, columnwise)
-    draws = reference.SeededRandomNumbers(SEED, problem.x.shape[-1], drawn) if fmt.is_stochastic else None
+    draws = (
+        reference.SeededRandomNumbers(SEED, problem.x.shape[-1], drawn)
+        if fmt.is_stochastic
+        else None
+    )
     beside = reference.QuantizeInputs(given, problem.scales(fmt), draws)
     reference.quantize(reference.Elements(problem.x), problem.groups, fmt, out, beside)
     return out

@@ -86,7 +86,9 @@ def test_scales_whose_product_no_fp32_number_holds(pow2):
     small, large = 2.0**-127, 2.0**126
 
     def run(first, second):
-        return dot(block_rows(a, first, fmt), block_rows(b, second, fmt), AccumulationModel()).item()
+        return dot(
+            block_rows(a, first, fmt), block_rows(b, second, fmt), AccumulationModel()
+        ).item()
 
     assert run(small, large) == 2.0**6
     assert run(large, large) == torch.inf
@@ -146,7 +148,10 @@ def test_a_scale_that_is_nan(core):
 def test_blocks_of_mxfp8_on_hopper_lose_nothing_to_each_other():
     """Each has an accumulator of its own; a block 2^20 below another one counts in full."""
     a, b = codes(torch.ones(1, 64)), codes(torch.ones(1, 64))
-    assert dot(mx_rows(a, [127, 107]), mx_rows(b, 127), AccumulationModel("sm_90a")).item() == 32 + 2.0**-15
+    assert (
+        dot(mx_rows(a, [127, 107]), mx_rows(b, 127), AccumulationModel("sm_90a")).item()
+        == 32 + 2.0**-15
+    )
     # In one accumulator the products of the second block are below its 13 bits.
     values = codes([[1.0] * 32 + [2.0**-9] * 32])
     pair = Rows(values, FP8()), Rows(b, FP8())
@@ -160,7 +165,9 @@ def test_tiles_do_not_show(core, rows):
     a, b = finite_codes(rows, 272, E4M3), finite_codes(300, 272, E4M3)
     scales = [torch.rand(len(x), 3) + 0.5 for x in (a, b)]
     fmt = FP8Block(pow2_scales=False)
-    whole = dot(block_rows(a, scales[0], fmt), block_rows(b, scales[1], fmt), AccumulationModel(core))
+    whole = dot(
+        block_rows(a, scales[0], fmt), block_rows(b, scales[1], fmt), AccumulationModel(core)
+    )
     for i, j in ((0, 0), (rows - 1, 299), (rows // 2, 150)):
         one = [
             block_rows(x[k : k + 1], s[k : k + 1], fmt)

@@ -132,7 +132,9 @@ def test_draws_of_groups_with_shapes_of_their_own(text):
             reference.Elements(member), groups, fmt, want, reference.QuantizeInputs(random=draws)
         )
         for buffer, t in want.items():
-            assert_same_bytes(parts[buffer][i].view_of(found[buffer]), t, f"{buffer} of {member.shape}")
+            assert_same_bytes(
+                parts[buffer][i].view_of(found[buffer]), t, f"{buffer} of {member.shape}"
+            )
         before[0] += rows * cols // 16
         before[1] += uniform_tiles(rows) * 8 * cols
 

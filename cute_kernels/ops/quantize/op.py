@@ -237,5 +237,9 @@ class GroupedQuantize(FormatOp):
         if self.seed is not None:
             draws = reference.SeededRandomNumbers(self.seed, elements.cols, drawn_before)
         reference.quantize(
-            elements, groups, self.record, out, reference.QuantizeInputs(self.amax, self.scale, draws)
+            elements,
+            groups,
+            self.record,
+            out,
+            reference.QuantizeInputs(self.amax, self.scale, draws),
         )
