@@ -103,7 +103,7 @@ def _slot_rows(
 
     Rows of the tail have the row behind all slots.
     """
-    groups = Groups.of(shape, offs, device)
+    groups = Groups.from_shape(shape, offs, device)
     group, end = groups.group_of_row(), groups.num_tiles * TILE_ROWS
     shift = torch.cat([groups.first_tile * TILE_ROWS - groups.starts, torch.zeros_like(group[:1])])
     slot = torch.arange(len(group), device=device) + shift[group]

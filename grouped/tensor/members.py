@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import BlockScale, Format
-from cute_kernels.layout.buffers import member_parts
+from cute_kernels.layout.buffers import member_spans
 from cute_kernels.layout.shapes import ceil_div, round_up
 from cute_kernels.layout.slots import TILE_ROWS, slot_tile, uniform_tiles
 from cute_kernels.reference.scales import linear_column_scales, linear_row_scales
@@ -155,7 +155,7 @@ def shaped_members(
     columnwise: QuantizedCopy | None,
 ) -> Iterator[GroupedMember]:
     """Extract ``groups`` from a tensor whose groups have ``shapes`` of their own."""
-    buffers_of_groups = member_parts(
+    spans = member_spans(
         fmt, shapes, rowwise=rowwise is not None, columnwise=columnwise is not None
     )
 
@@ -165,7 +165,7 @@ def shaped_members(
         if copy is None:
             return None
         named = zip(fmt.buffer_names(columnwise), copy, strict=True)
-        return QuantizedCopy(fmt, [buffers_of_groups[name][group].of(t) for name, t in named])
+        return QuantizedCopy(fmt, [spans[name][group].view_of(t) for name, t in named])
 
     for group in groups:
         rows, columns = shapes[group]
