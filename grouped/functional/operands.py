@@ -118,7 +118,7 @@ class OperandScale(NamedTuple):
 
     def resolve(self, x: Tensor, offs: Tensor | None, fmt: Format) -> Tensor:
         """Return the scales for ``x``; zeros become the scales of ``FP8(scaling="current")``."""
-        _, current, _ = codec_of(fmt).level(ops.grouped_amax(x, offs))
+        _, current, _ = codec_of(fmt).global_scale_vectors(ops.grouped_amax(x, offs))
         return torch.where(self.value == 0, current, self.value)
 
 

@@ -180,7 +180,7 @@ def _measure(
     codes = copy.codes
     if isinstance(x, GroupedTensor) and x.prepacked:
         codes = cute_kernels.unpack(codes)
-    groups = Groups.of(shape, offs, codes.device)
+    groups = Groups.from_shape(shape, offs, codes.device)
     group_of_row = groups.group_of_row()
     known = {*SUMS, *MAXIMA}
 

@@ -102,7 +102,7 @@ def _slots(shape: Sequence[int], offs: Tensor | None, device: torch.device) -> t
     """The slot row of each row, the row past all slots for rows of the tail; and how many slots
     there are.
     """
-    groups = Groups.of(shape, offs, device)
+    groups = Groups.from_shape(shape, offs, device)
     group, end = groups.group_of_row(), groups.num_tiles * TILE_ROWS
     first = torch.cat([groups.first_tile * TILE_ROWS - groups.starts, torch.zeros_like(group[:1])])
     return torch.where(

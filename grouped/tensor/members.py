@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import BlockScale, Format
-from cute_kernels.layout.buffers import member_parts
+from cute_kernels.layout.buffers import member_spans
 from cute_kernels.layout.shapes import ceil_div, round_up
 from cute_kernels.layout.slots import TILE_ROWS, slot_tile, uniform_tiles
 from cute_kernels.reference.scales import linear_column_scales, linear_row_scales
@@ -149,7 +149,7 @@ def shaped_members(
 ) -> Iterator[GroupedMember]:
     """Take ``groups`` out of a tensor whose groups have ``shapes`` of their own."""
     copies = {way: copy for way, copy in ((False, rowwise), (True, columnwise)) if copy is not None}
-    parts = member_parts(fmt, shapes, rowwise=False in copies, columnwise=True in copies)
+    parts = member_spans(fmt, shapes, rowwise=False in copies, columnwise=True in copies)
     for group in groups:
         rows, columns = shapes[group]
         # Each is the only group of a uniform tensor.
@@ -157,7 +157,7 @@ def shaped_members(
             way: QuantizedCopy(
                 fmt,
                 [
-                    parts[name][group].of(t)
+                    parts[name][group].view_of(t)
                     for name, t in zip(fmt.buffer_names(way), copy, strict=True)
                 ],
             )
