@@ -53,7 +53,7 @@ def test_philox_gives_the_published_words(counter, key, rounds, want):
 
 @pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (1 << 40, 5), (7, -(2**63)), (3, 2**63 - 1)])
 def test_bytes_follow_the_documented_counter(seed):
-    random_bytes = reference.KeyedDraws(torch.tensor(seed), 48)
+    random_bytes = reference.SeededRandomNumbers(torch.tensor(seed), 48)
     rows = torch.tensor([0, 3, 1 << 33])
     drawn_bytes = random_bytes.rows(rows).view(3, 3, 16)
     for (i, row), block in itertools.product(enumerate(rows.tolist()), range(3)):
@@ -71,7 +71,7 @@ def test_all_bits_of_the_seed_count_except_one():
     """Bit 63 of the second number is not read."""
 
     def bytes_for(*seed):
-        random_bytes = reference.KeyedDraws(torch.tensor(seed), 16)
+        random_bytes = reference.SeededRandomNumbers(torch.tensor(seed), 16)
         return random_bytes.rows(torch.arange(4)), random_bytes.tiles(torch.arange(1))
 
     base = bytes_for(0, 0)
@@ -114,7 +114,7 @@ def test_rounding_to_nearest_gives_the_values_of_codes():
 
 @pytest.mark.parametrize("missing", ["rowwise", "columnwise"])
 def test_missing_bytes_raise(missing):
-    draws = reference.GivenDraws()
+    draws = reference.GivenRandomNumbers()
     with pytest.raises(ValueError, match=f"{missing} is None"):
         (draws.rows if missing == "rowwise" else draws.tiles)(torch.arange(1))
 

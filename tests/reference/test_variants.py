@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels import reference
 from cute_kernels.formats import parse
-from cute_kernels.layout.buffers import member_parts
+from cute_kernels.layout.buffers import member_spans
 from cute_kernels.layout.slots import uniform_tiles
 from cute_kernels.reference.codecs.nvfp4 import _square_sum, _sum
 from cute_kernels.reference.groups import Groups
@@ -125,20 +125,24 @@ def test_members_with_own_shapes_continue_the_random_bytes(text):
     got = ops.grouped_quantize(torch.cat([m.flatten() for m in members]), *call, shapes=flat)
     buffers, member_slices = (
         dict(zip(names, got, strict=True)),
-        member_parts(fmt, shapes, columnwise=True),
+        member_spans(fmt, shapes, columnwise=True),
     )
     blocks_before = [0, 0]
     for i, member in enumerate(members):
         want = dict(zip(names, map(torch.clone, ops.grouped_quantize(member, *call)), strict=True))
         _, rows, cols = member.shape
-        random_bytes = reference.GivenDraws(*bytes_of_member(rows, cols, *blocks_before))
+        random_bytes = reference.GivenRandomNumbers(*bytes_of_member(rows, cols, *blocks_before))
         groups = Groups.uniform(1, rows, member.device)
         reference.quantize(
-            reference.Elements(member), groups, fmt, want, reference.Given(draws=random_bytes)
+            reference.Elements(member),
+            groups,
+            fmt,
+            want,
+            reference.QuantizeInputs(random=random_bytes),
         )
         for buffer, t in want.items():
             assert_same_bytes(
-                member_slices[buffer][i].of(buffers[buffer]), t, f"{buffer} of {member.shape}"
+                member_slices[buffer][i].view_of(buffers[buffer]), t, f"{buffer} of {member.shape}"
             )
         blocks_before[0] += rows * cols // 16
         blocks_before[1] += uniform_tiles(rows) * 8 * cols
