@@ -15,65 +15,23 @@ from safetensors.torch import load_file, save_file
 
 import grouped
 from grouped import checkpoint
-from grouped.checkpoint import convert
 from grouped.checkpoint import files as ckpt_files
 from grouped.checkpoint.plain_tensors import quantize_weight
 from grouped.nn import GroupedLinear, GroupedMLP, MoE
 
-HIDDEN, INNER, EXPERTS = 64, 128, 3
-EXPERT_STYLES = {
-    "swiglu": {},
-    "gpt-oss": {"bias": True, "interleaved": True, "activation": "clamped_swiglu"},
-    "plain": {"activation": "gelu"},
-}
-LAYOUTS = ("modelopt", "compressed-tensors", "deepseek")
-
-
-def make_moe(style="swiglu", seed=0, inner=INNER):
-    torch.manual_seed(seed)
-    return MoE(HIDDEN, inner, EXPERTS, 2, dtype=BF16, **EXPERT_STYLES[style])
-
-
-def raw_bytes(t):
-    return t.flatten().view(U8)
-
-
-def files_of(folder):
-    """Return the tensors of all safetensors files in a folder."""
-    return {
-        name: t
-        for path in sorted(folder.glob("*.safetensors"))
-        for name, t in load_file(path).items()
-    }
-
-
-def write(tensors, folder):
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def same_files(a, b):
-    tensors, want = files_of(a), files_of(b)
-    return tensors.keys() == want.keys() and all(
-        torch.equal(raw_bytes(t), raw_bytes(want[n])) for n, t in tensors.items()
-    )
-
-
-def decoded(tensors, name, layout):
-    """Decode the tensors of the weight ``name`` in fp32, with numpy, by the text of its layout."""
-    if layout == "deepseek":
-        codes = tensors[f"{name}.weight"].float().numpy()
-        scales = tensors[f"{name}.weight_scale_inv"].numpy()
-        return codes * scales.repeat(128, 0).repeat(128, 1)[: codes.shape[0], : codes.shape[1]]
-    codes = tensors[f"{name}.{'weight' if layout == 'modelopt' else 'weight_packed'}"]
-    values = e2m1_values(codes).float().numpy()
-    scales = tensors[f"{name}.weight_scale"].float().numpy().repeat(16, 1)
-    if layout == "modelopt":
-        return values * scales * tensors[f"{name}.weight_scale_2"].numpy()
-    return values * scales / tensors[f"{name}.weight_global_scale"].numpy()
-
-
-stacked_or_not = pytest.mark.parametrize("stacked", [False, True], ids=["experts", "stacked"])
+from .checkpoint_support import (
+    EXPERT_STYLES,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    LAYOUTS,
+    decoded,
+    files_of,
+    make_moe,
+    same_files,
+    stacked_or_not,
+    write,
+)
 
 
 def save_then_load(layout, style, stacked, folder):
@@ -164,7 +122,7 @@ def test_renamed_experts_and_their_input_scales(tmp_path):
 
 
 def test_gate_and_up_of_different_global_scales_are_reconciled(tmp_path):
-    """The half of the larger scale keeps its bytes; the other is quantized again with that scale."""
+    """The half of the larger scale keeps its bytes; the other is quantized with that scale."""
     model = make_moe()
     with torch.no_grad():
         model.experts.gate_up.weight[1, INNER:] *= 0.037
@@ -439,64 +397,6 @@ def test_save_holds_at_most_a_shard(tmp_path, monkeypatch):
     assert index["metadata"]["total_size"] == sum(sizes)
 
 
-to_each_layout = pytest.mark.parametrize(
-    "to", [["nvfp4"], ["nvfp4", "--layout", "compressed-tensors"], ["fp8_block"]], ids=" ".join
-)
-
-
-def write_plain(model, folder, stacked):
-    """Write the plain weights of a mixture: stacked and transposed, or one tensor per expert."""
-    gate_up, down = model.experts.gate_up.weight.detach(), model.experts.down.weight.detach()
-    tensors = {"router.weight": model.router.weight.detach()}
-    if stacked:
-        tensors |= {
-            "experts.gate_up_proj": gate_up.mT.contiguous(),
-            "experts.down_proj": down.mT.contiguous(),
-        }
-    else:
-        for g in range(EXPERTS):
-            gate, up = gate_up[g].chunk(2)
-            rows = {"gate_proj": gate, "up_proj": up, "down_proj": down[g]}
-            tensors |= {f"experts.{g}.{name}.weight": t.contiguous() for name, t in rows.items()}
-    write(tensors, folder)
-
-
-@to_each_layout
-@stacked_or_not
-def test_convert(to, stacked, tmp_path, capsys):
-    """The command writes the files that ``save`` writes."""
-    model, source = make_moe(), tmp_path / "source"
-    write_plain(model, source, stacked)
-    (source / "tokenizer.json").write_text("{}")
-    (source / "config.json").write_text('{"model_type": "x"}')
-    options = ["--report", str(tmp_path / "r.html"), *["--transposed"] * stacked]
-    assert convert.main([str(source), str(tmp_path / "a"), "--to", *to, *options]) == 0
-    assert "SNR" in capsys.readouterr().out and "<table>" in (tmp_path / "r.html").read_text()
-    layout = to[-1] if len(to) > 1 else {"nvfp4": "modelopt", "fp8_block": "deepseek"}[to[0]]
-    checkpoint.save(model, tmp_path / "b", layout, stacked=stacked, config={"model_type": "x"})
-    assert same_files(tmp_path / "a", tmp_path / "b")
-    assert (tmp_path / "a/config.json").read_text() == (tmp_path / "b/config.json").read_text()
-    assert (tmp_path / "a/tokenizer.json").exists()
-
-
-@to_each_layout
-@stacked_or_not
-def test_convert_needs_an_empty_folder(to, stacked, tmp_path):
-    write_plain(make_moe(), tmp_path / "source", stacked)
-    write_plain(make_moe(), tmp_path / "a", stacked)
-    with pytest.raises(SystemExit, match="1"):
-        convert.main([str(tmp_path / "source"), str(tmp_path / "a"), "--to", *to])
-
-
-@to_each_layout
-@stacked_or_not
-def test_convert_refuses_quantized_weights(to, stacked, tmp_path):
-    layout = to[-1] if len(to) > 1 else {"nvfp4": "modelopt", "fp8_block": "deepseek"}[to[0]]
-    checkpoint.save(make_moe(), tmp_path / "b", layout, stacked=stacked)
-    with pytest.raises(SystemExit, match="1"):
-        convert.main([str(tmp_path / "b"), str(tmp_path / "c"), "--to", *to])
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_quantized_weights_of_other_layers_are_decoded(layout, tmp_path):
     model, record = make_moe(), checkpoint.LAYOUTS[layout]
@@ -533,211 +433,3 @@ def test_transposed_experts_are_all_quantized_or_all_plain(tmp_path):
     write({**tensors, "x.down_proj": torch.ones(2, 64, 64)}, tmp_path)
     with pytest.raises(ValueError, match=r"x.down_proj is plain, other weights"):
         checkpoint.load(experts(), tmp_path)
-
-
-@pytest.mark.parametrize("shared", ["shared_experts", "shared_expert"])
-@pytest.mark.parametrize("layout", ["modelopt", "deepseek"])
-def test_convert_leaves_shared_experts_plain(shared, layout, tmp_path):
-    names = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
-    plain = {
-        f"mlp.{shared}.{name}.weight": torch.randn(shape).bfloat16()
-        for name, shape in names.items()
-    }
-    routed = {
-        f"mlp.experts.{g}.{n}.weight": torch.randn(s).bfloat16()
-        for g in range(2)
-        for n, s in names.items()
-    }
-    write(plain | routed, tmp_path / "a")
-    convert.convert(tmp_path / "a", tmp_path / "b", layout=layout)
-    converted = files_of(tmp_path / "b")
-    assert all(torch.equal(converted[name], t) for name, t in plain.items())
-    assert all(converted[name].dtype != torch.bfloat16 for name in routed)
-    text = (tmp_path / "b/config.json").read_text()
-    assert all(name.removesuffix(".weight") in text for name in plain)
-
-
-def test_convert_checks_if_experts_are_transposed(tmp_path):
-    gate_up, down = (
-        torch.randn(2, 64, 96).bfloat16(),
-        torch.randn(2, 48, 64).bfloat16(),
-    )  # (E, K, N), as gpt-oss
-    write({"x.experts.gate_up_proj": gate_up, "x.experts.down_proj": down}, tmp_path / "a")
-    with pytest.raises(ValueError, match="convert with --transposed"):
-        convert.convert(tmp_path / "a", tmp_path / "b")
-    convert.convert(tmp_path / "a", tmp_path / "b", transposed=True)
-    rows = {
-        "x.experts.gate_up_proj": gate_up.mT.contiguous(),
-        "x.experts.down_proj": down.mT.contiguous(),
-    }
-    write(rows, tmp_path / "c")
-    with pytest.raises(ValueError, match="not --transposed"):
-        convert.convert(tmp_path / "c", tmp_path / "d", transposed=True)
-    convert.convert(tmp_path / "c", tmp_path / "d")
-    assert same_files(tmp_path / "b", tmp_path / "d")
-
-
-def converted(tensors, folder):
-    """Return the tensors of a converted file."""
-    write(tensors, folder / "source")
-    convert.convert(folder / "source", folder / "target")
-    return files_of(folder / "target")
-
-
-def test_convert_of_separate_gate_and_up_stacks(tmp_path):
-    """They share their global scales."""
-    gate, up = torch.ones(2, 8, 32), torch.full((2, 8, 32), 4.0)
-    tensors = converted({"x.experts.gate_proj": gate, "x.experts.up_proj": up}, tmp_path)
-    assert len(tensors) == 6
-    assert torch.equal(
-        *(tensors[f"x.experts.{name}_proj_weight_scale_2"] for name in ("gate", "up"))
-    )
-
-
-UNCONVERTIBLE = {
-    "no experts": ({"w": (2, 2)}, "no weights of experts"),
-    "odd columns": (
-        {"experts.0.w1.weight": (8, 24)},
-        r"experts.0.w1.weight must .* multiple of 16 columns",
-    ),
-    "no rows": (
-        {"experts.0.w1.weight": (8, 16), "experts.0.w3.weight": (0, 16)},
-        "w3.weight must",
-    ),
-}
-
-
-@pytest.mark.parametrize(("shapes", "message"), UNCONVERTIBLE.values(), ids=UNCONVERTIBLE)
-def test_convert_refuses_unsuitable_files(shapes, message, tmp_path):
-    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    with pytest.raises(ValueError, match=message):
-        converted(tensors, tmp_path)
-
-
-def weights_by_expert(mlp):
-    """Yield expert, projection, rows and amax of the tensor that the projection is stored in."""
-    for names, layer in ((("gate_proj", "up_proj"), mlp.gate_up), (("down_proj",), mlp.down)):
-        for g, rows in enumerate(layer.weight.detach()):
-            for name, projection in zip(names, rows.chunk(len(names)), strict=True):
-                yield g, name, projection, rows.abs().amax().float()
-
-
-def compare(quantize, dequantize, layout, tmp_path):
-    """Compare the files of another package with ours, in both directions.
-
-    Its files load, and are saved again with equal bytes. Its decoder gives our values for its
-    files and for ours.
-
-    Args:
-        quantize: Function of a weight and an amax that returns the package's tensors by suffix.
-        dequantize: Function of such tensors that returns the weight.
-        layout: Name of the layout.
-        tmp_path: Folder for the files.
-    """
-    mlp = GroupedMLP(EXPERTS, HIDDEN, INNER, dtype=BF16)
-    tensors = {
-        f"{g}.{name}.{suffix}": t.contiguous()
-        for g, name, rows, amax in weights_by_expert(mlp)
-        for suffix, t in quantize(rows, amax).items()
-    }
-    write(tensors, tmp_path)
-    assert not checkpoint.load(mlp, tmp_path).reconciled
-    checkpoint.save(mlp, tmp_path / "again", layout)
-    assert same_files(tmp_path, tmp_path / "again")
-    plain = GroupedMLP(EXPERTS, HIDDEN, INNER, dtype=BF16)
-    checkpoint.save(plain, tmp_path / "ours", layout)
-    checkpoint.load(plain, tmp_path / "ours")
-    for module, folder in ((mlp, tmp_path), (plain, tmp_path / "ours")):
-        tensors = files_of(folder)
-        weight = module.gate_up.weight.dequantize(F32)
-        for g in range(EXPERTS):
-            rows = []
-            for prefix in (f"{g}.gate_proj.", f"{g}.up_proj."):
-                stored = {
-                    n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)
-                }
-                rows.append(dequantize(stored))
-            torch.testing.assert_close(torch.cat(rows).float(), weight[g], rtol=5e-3, atol=0)
-
-
-def test_compressed_tensors(tmp_path):
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-
-    checkpoint.save(GroupedMLP(1, 16, 16), tmp_path / "c", "compressed-tensors")
-    config = json.loads((tmp_path / "c/config.json").read_text())["quantization_config"]
-    scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
-
-    def quantize(t, amax):
-        """Return the tensors of a weight; level is the package's global scale."""
-        level = generate_gparam(-amax, amax).reshape(1)
-        blocks = t.float().unflatten(-1, (-1, 16)).abs().amax(-1)
-        scale, _ = calculate_qparams(-blocks, blocks, scheme.weights, level)
-        return NVFP4PackedCompressor.compress(
-            {"weight": t, "weight_scale": scale, "weight_global_scale": level}, scheme
-        )
-
-    compare(
-        quantize,
-        lambda t: NVFP4PackedCompressor.decompress(t, scheme)["weight"],
-        "compressed-tensors",
-        tmp_path,
-    )
-
-
-def test_modelopt(tmp_path):
-    modelopt = pytest.importorskip("modelopt.torch.quantization.qtensor")
-
-    def quantize(t, amax):
-        q, scale, global_scale = modelopt.NVFP4QTensor.quantize(
-            t.clone(), 16, weights_scaling_factor_2=amax / 2688
-        )
-        return {"weight": q._quantized_data, "weight_scale": scale, "weight_scale_2": global_scale}
-
-    def dequantize(t):
-        shape = (len(t["weight"]), 2 * t["weight"].shape[1])
-        q = modelopt.NVFP4QTensor(shape, F32, t["weight"])
-        return q.dequantize(
-            F32, scale=t["weight_scale"], double_scale=t["weight_scale_2"], block_sizes={-1: 16}
-        )
-
-    compare(quantize, dequantize, "modelopt", tmp_path)
-
-
-def test_experts_of_transformers(tmp_path):
-    pytest.importorskip("transformers")
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    from grouped.integrations.transformers import register
-
-    register()
-    sizes = {
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "intermediate_size": 32,
-        "num_experts": 4,
-    }
-    few = {
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 64,
-    }
-    config = Qwen3MoeConfig(
-        **sizes, **few, num_experts_per_tok=2, experts_implementation="grouped_bf16"
-    )
-    model, loaded = (Qwen3MoeForCausalLM(config).bfloat16().eval() for _ in range(2))
-    checkpoint.save(model, tmp_path, "modelopt")
-    names = files_of(tmp_path)
-    assert (
-        "model.layers.1.mlp.experts.3.gate_proj.weight_scale_2" in names
-        and "lm_head.weight" in names
-    )
-    assert len(checkpoint.load(loaded, tmp_path).layouts) == 4
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        a, b = model(ids).logits, loaded(ids).logits
-    assert 0 < (a - b).norm() < 0.15 * a.norm()
