@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.moe.choose import choose_gather_config
-from ..kernels.moe.config import GatherConfig, SpreadConfig
+from ..kernels.moe.config import GatherConfig, ScatterConfig
 from ..runtime.launch import Launcher
 from .arguments import dense, readable
 
@@ -30,7 +30,7 @@ def gatherer(
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], None]:
     """What writes the rows of a matrix like ``x`` that an index names: (x, index, inverse, out)."""
     spreads = by_token(inverse) and x.numel() * x.itemsize >= _MANY_BYTES
-    config_class = SpreadConfig if spreads else GatherConfig
+    config_class = ScatterConfig if spreads else GatherConfig
     config = choose_gather_config(x.shape[1] * x.itemsize, config_class)
     kernel = launch.kernel(config)
     kind = torch.int16 if config.width == 2 else torch.int32

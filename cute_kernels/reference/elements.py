@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from ..formats.activations import Activation
+from .absmax import absmax
 from .activations import activate
 from .copies import slices
-from .reductions import absmax
 
 
 class Elements:

@@ -15,13 +15,14 @@ from cute_kernels.reference import hadamard
 from ..formats import Format
 from ..layout.shapes import ceil_div
 from ..layout.slots import TILE_ROWS
+from .absmax import absmax
 from .codecs import Codec, codec_of
 from .conversions import pack
 from .copies import by_name, code_tiles, rows_first, slices, tile_index, tile_parts
 from .elements import Elements
 from .groups import Groups
 from .random_numbers import Draws
-from .reductions import absmax, group_amax
+from .reductions import group_amax
 from .scales import lay_scales, tile_view
 
 

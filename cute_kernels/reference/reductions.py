@@ -1,35 +1,13 @@
 """Per-row and per-group reductions, and offsets from counts."""
 
-import math
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ..layout.slots import TILE_ROWS
-from .conversions import mark_nan
+from .absmax import absmax
 from .copies import slices
+from .elements import Elements
 from .groups import Groups
-
-if TYPE_CHECKING:
-    from .elements import Elements
-
-
-def absmax(x: Tensor, dim: int = -1, *, nan: bool = False) -> Tensor:
-    """Largest |x| along ``dim``, fp32; 0 for an empty slice.
-
-    NaN is passed over, as the hardware's ``max`` does; with ``nan`` it is the result, as of
-    ``max.NaN``.
-    """
-    if x.shape[dim] == 0:
-        return x.new_zeros(x.shape[:dim] + x.shape[dim:][1:], dtype=torch.float32)
-    magnitude = x.abs()
-    amax = magnitude.amax(dim)
-    if nan:
-        return mark_nan(amax.float(), amax.isnan())
-    if bool(amax.isnan().any()):
-        amax = magnitude.nan_to_num_(nan=0.0, posinf=math.inf).amax(dim)
-    return amax.float()
 
 
 def group_amax(per_row: Tensor, groups: Groups) -> Tensor:
@@ -43,7 +21,7 @@ def grouped_amax(x: Tensor, groups: Groups, out: Tensor) -> None:
     out.copy_(group_amax(absmax(x).flatten(), groups))
 
 
-def grouped_dbias(elements: "Elements", groups: Groups, out: Tensor) -> None:
+def grouped_dbias(elements: Elements, groups: Groups, out: Tensor) -> None:
     """Write the column sums of each group to ``out`` (G, N) fp32; zeros for an empty group.
 
     The order is fixed: within each tile of 128 rows of a group (missing rows count as zero) row i

@@ -1,9 +1,9 @@
 """The choice of a tile, and of the kernels that share a product.
 
-Of the legal tiles (``GemmConfig.can_implement``) that the architecture prefers (``prefers`` in
-``sm90.choose`` and ``sm100.choose``), the choice is the one that the architecture's model of time
-(``cost_model``) says is fastest. It is deterministic: the same sizes give the same tile, and every
-tile gives the same bits.
+The choice starts from the tiles that are legal (``GemmConfig.can_implement``) and that the
+architecture prefers (``prefers`` in ``sm90.choose`` and ``sm100.choose``). It takes the one that
+the architecture's model of time (``cost_model``) estimates to be fastest. It is deterministic: the
+same sizes give the same tile, and every tile gives the same bits.
 """
 
 import dataclasses

@@ -63,12 +63,15 @@ def route(op: MoeRoute, launch: Launcher) -> Runner:
     if not tokens or experts > MOST_EXPERTS or groups > 32:
         # The bits are the same.
         return lambda op, outputs: op.run_reference(outputs)
-    facts = {
-        "biased": op.selection_bias is not None,
-        "grouped": groups > 1,
-        "ends": op.end is not None,
-    }
-    kernel = launch.kernel(RouterConfig(op.score, op.renormalize, _per_lane(experts), **facts))
+    config = RouterConfig(
+        op.score,
+        op.renormalize,
+        _per_lane(experts),
+        biased=op.selection_bias is not None,
+        grouped=groups > 1,
+        has_end=op.end is not None,
+    )
+    kernel = launch.kernel(config)
 
     def run(op: MoeRoute, outputs: Sequence[Tensor]) -> None:
         given = (readable(op.logits), dense(op.selection_bias), dense(op.end))
@@ -82,8 +85,14 @@ def route_gradient(op: MoeRouteGradient, launch: Launcher) -> Runner:
     tokens, experts = op.scores.shape
     if not tokens or experts > MOST_EXPERTS:
         return lambda op, outputs: op.run_reference(outputs)
-    facts = _per_lane(experts), op.dscores is not None, op.in_parts
-    kernel = launch.kernel(RouterGradientConfig(op.score, op.renormalize, *facts))
+    config = RouterGradientConfig(
+        op.score,
+        op.renormalize,
+        _per_lane(experts),
+        biased=op.dscores is not None,
+        split_bf16=op.in_parts,
+    )
+    kernel = launch.kernel(config)
 
     def run(op: MoeRouteGradient, outputs: Sequence[Tensor]) -> None:
         given = [dense(t) for t in (op.dweights, op.dscores, op.ids, op.scores)]

@@ -1,6 +1,4 @@
-"""Products through an activation: vectors that an epilogue passed through shared memory, into the
-output.
-"""
+"""Activations in epilogues: from vectors that are staged in shared memory into the output."""
 
 from typing import Any, NamedTuple
 
@@ -18,8 +16,15 @@ from .output_store import VECTOR_BYTES, EpilogueTensors, out_offset
 def load_if(
     address: Int64, count: int, rows: tuple[Int32, int], cols: tuple[Int32, int]
 ) -> list[Uint32]:
-    """Load 2 or 4 words if there are more rows and more columns than given, else zeros; never a
-    branch.
+    """Load 2 or 4 words if there are more rows and more columns than given, else return zeros.
+
+    It never branches.
+
+    Args:
+        address: Address in global memory.
+        count: Number of words.
+        rows: Number of rows, and the number that it must exceed.
+        cols: Number of columns, and the number that it must exceed.
     """
     names = [f"${i}" for i in range(count)]
     text = f"""{{
@@ -35,7 +40,10 @@ def load_if(
 def store_if(
     address: Int64, words: list[Uint32], rows: tuple[Int32, int], cols: tuple[Int32, int]
 ) -> None:
-    """Store 4, 8 or 16 bytes if there are more rows and more columns than given; never a branch."""
+    """Store 4, 8 or 16 bytes if there are more rows and more columns than given; never branch.
+
+    The arguments are those of ``load_if``.
+    """
     count = len(words)
     names = ", ".join(f"${i + 1}" for i in range(count))
     asm_volatile(
@@ -50,33 +58,42 @@ def store_if(
 
 
 class Target(NamedTuple):
-    """Where the first vector of a thread goes in a tensor, and bytes from one row to the next."""
+    """Address of the first vector of a thread in a tensor.
+
+    Attributes:
+        address: Address in global memory.
+        pitch: Bytes from one row to the next.
+    """
 
     address: Int64
     pitch: Int64
 
     @classmethod
-    def of(
+    def locate(
         cls, config: GemmConfig, x: cute.Tensor, group: Int32, row: Int32, col: Int32
     ) -> "Target":
+        """Return the target at a row and a column of a group in ``x``, (1, T, N) or (G, M, N)."""
         width = x.element_type.width // 8
         offset = out_offset(config, x, group, row, col)
         return cls(x.iterator.toint() + offset * width, Int64(x.stride[1]) * width)
 
-    def at(self, row: int, offset: int) -> Int64:
-        """The address ``row`` rows and ``offset`` bytes further."""
+    def address_at(self, row: int, offset: int) -> Int64:
+        """Return the address ``row`` rows and ``offset`` bytes further."""
         return self.address + self.pitch * row + offset
 
     def moved(self, row: Int32, offset: Int32) -> "Target":
-        return Target(self.at(row, offset), self.pitch)
+        """Return the target ``row`` rows and ``offset`` bytes further."""
+        return Target(self.address_at(row, offset), self.pitch)
 
 
 class Window(NamedTuple):
-    """What a thread's vectors of a tile become, of which ``rows`` and ``cols`` exist from the first
-    one on.
+    """Destination of a thread's vectors of a tile.
 
-    ``out`` is the place of the tile's first block, ``z`` that in what goes into an activation, for
-    A and B if halves.
+    Attributes:
+        out: Target of the tile's first block in the output.
+        z: Targets in the stored preactivation; two if it has halves A and B.
+        rows: Rows that exist from the first vector on.
+        cols: Columns of the product that exist from the first vector on.
     """
 
     out: Target
@@ -85,7 +102,7 @@ class Window(NamedTuple):
     cols: Int32
 
     @classmethod
-    def of(
+    def locate(
         cls,
         config: GemmConfig,
         tensors: EpilogueTensors,
@@ -94,8 +111,9 @@ class Window(NamedTuple):
         col: Int32,
         rows: Int32,
     ) -> "Window":
-        """That of the vector at a row and a column of the product, from which on there are ``rows``
-        rows.
+        """Return the window of the vector at ``row`` and ``col`` of the product.
+
+        ``rows`` rows exist from that row on.
         """
         out, z = tensors.out, tensors.z
         cols, narrow = tensors.columns(config), col
@@ -104,50 +122,66 @@ class Window(NamedTuple):
         starts: list[Any] = []
         if z is not None:
             starts = [narrow, narrow + out.shape[2]] if config.interleaves_halves else [col]
-        targets = [Target.of(config, z, group, row, start) for start in starts]
+        targets = [Target.locate(config, z, group, row, start) for start in starts]
         return cls(
-            Target.of(config, out, group, row, narrow // config.per_element),
+            Target.locate(config, out, group, row, narrow // config.per_element),
             targets,
             rows,
             cols - col,
         )
 
     def moved(self, row: Int32, col: Int32, width: int, halves: int) -> "Window":
-        """That of a block ``row`` and ``col`` further, of elements of ``width`` bytes."""
+        """Return the window ``row`` and ``col`` further, for elements of ``width`` bytes."""
         narrow = col // halves * width
-        of_z = narrow if len(self.z) > 1 else col * width
-        z = [target.moved(row, of_z) for target in self.z]
+        z_offset = narrow if len(self.z) > 1 else col * width
+        z = [target.moved(row, z_offset) for target in self.z]
         return Window(self.out.moved(row, narrow), z, self.rows - row, self.cols - col)
 
 
-def inputs_of(config: GemmConfig, vectors: list[list[Uint32]]) -> list[list[Float32]]:
-    """x, or A and B, of vectors that follow each other in a row of the product."""
+def activation_inputs(config: GemmConfig, vectors: list[list[Uint32]]) -> list[list[Float32]]:
+    """Return x, or A and B, as fp32 numbers.
+
+    Args:
+        config: Configuration of the kernel.
+        vectors: Words of vectors that follow each other in a row of the product.
+    """
     numbers = [number for words in vectors for number in unpack_words(words, config.out_dtype)]
     halves = 1 + config.is_gated
     return [numbers[half::halves] for half in range(halves)]
 
 
 def store_activated(
-    config: GemmConfig, vectors: list[list[Uint32]], window: Window, places: list[tuple[int, int]]
+    config: GemmConfig,
+    vectors: list[list[Uint32]],
+    window: Window,
+    positions: list[tuple[int, int]],
 ) -> None:
-    """Store what an activation makes of vectors at rows and columns of the product."""
+    """Apply the activation to vectors of the product, and store the results.
+
+    Args:
+        config: Configuration of the kernel.
+        vectors: Words of the vectors.
+        window: Destination of the vectors.
+        positions: Row and column of each vector in the window.
+    """
     dtype, halves = config.out_dtype, 1 + config.is_gated
-    inputs = inputs_of(config, vectors)
-    made, width = apply(config, inputs), DTYPE_BYTES[dtype]
+    inputs = activation_inputs(config, vectors)
+    activated, width = apply_activation(config, inputs), DTYPE_BYTES[dtype]
     count = VECTOR_BYTES // width // halves
-    for i, (words, (row, col)) in enumerate(zip(vectors, places, strict=True)):
+    for i, (words, (row, col)) in enumerate(zip(vectors, positions, strict=True)):
         limits = (window.rows, row), (window.cols, col)
-        offset, own = col * width, slice(i * count, (i + 1) * count)
-        targets = [(window.out, made[own])]
+        offset, span = col * width, slice(i * count, (i + 1) * count)
+        targets = [(window.out, activated[span])]
         if len(window.z) == halves > 1:
-            targets += [(target, half[own]) for target, half in zip(window.z, inputs, strict=True)]
+            targets += [(target, half[span]) for target, half in zip(window.z, inputs, strict=True)]
         elif window.z:
-            store_if(window.z[0].at(row, offset), words, *limits)
-        for target, some in targets:
-            store_if(target.at(row, offset // halves), pack_words(some, dtype), *limits)
+            store_if(window.z[0].address_at(row, offset), words, *limits)
+        for target, numbers in targets:
+            store_if(target.address_at(row, offset // halves), pack_words(numbers, dtype), *limits)
 
 
-def apply(config: GemmConfig, inputs: list[list[Float32]]) -> list[Float32]:
-    """What the activation makes of x, or of A and B, as many numbers each."""
+def apply_activation(config: GemmConfig, inputs: list[list[Float32]]) -> list[Float32]:
+    """Return the activation of x, or of A and B, one number for each."""
     act: Any = config.act
-    return activated_by_magnitude(act, False, config.arch, inputs)[0]  # type: ignore[no-any-return]
+    activated: list[Float32] = activated_by_magnitude(act, False, config.arch, inputs)[0]
+    return activated

@@ -1,10 +1,10 @@
-"""What the configurations of all grouped GEMM kernels have in common.
+"""Common base of the configurations of all grouped GEMM kernels.
 
 A configuration is the spec of a kernel (``runtime.spec``). Group boundaries and the number of SMs
 are not in it: they may differ from launch to launch.
 
 Configurations say what is legal, in rules (``rules.Rule``): ``field_rules``, ``tile_rules`` and
-``problem_rules``. Which legal tile is preferred, and why, is in the ``choose`` modules. They import
+``problem_rules``. The ``choose`` modules say which legal tile is preferred, and why. They import
 configurations, never the other way round.
 """
 
@@ -39,21 +39,27 @@ class GemmConfig(abc.ABC):
     """One variant of the grouped GEMM: what it computes, and how an architecture tiles it.
 
     Attributes:
-        operand: name of the operand kind, see ``OPERANDS``; of A's where B is of another one,
-            ``b_operand``.
-        row_scaled: the second level of A is one amax per row instead of one per group.
-        bias_dtype: dtype of a (G, N) bias, None without one.
-        has_alpha: one fp32 factor a group.
+        operand: Name of the operand kind, see ``OPERANDS``; of A's kind if B has another one.
+        grouping: "m_grouped" or "k_grouped".
+        out_dtype: Dtype of the output, or to which it is rounded before it is quantized.
+        row_scaled: The global scale of A is one amax per row instead of one per group.
+        bias_dtype: Dtype of a (G, N) bias, None without one.
+        has_alpha: There is one fp32 factor per group.
+        accumulate: The product is added to the output.
         transpose_b: B of an m_grouped product is (G, K, N) instead of (G, N, K).
+        zero_tail: Rows of the tail become zeros.
+        tile: Tile that the tensor core works on.
+        b_operand: Name of the operand kind of B; None for that of A.
         pow2_scales: fp32 block scales of both operands are powers of two.
-        gathered: rows of operand N, of A or in a k_grouped product of B, are read by an index.
-        activation: what rows go through, rounded to ``out_dtype``, on their way to the output.
-        interleaved: rows of B for the two inputs of a gated one alternate; otherwise they are
-            halves, whose rows a tile has by turns.
-        stores_preactivation: what goes into the activation is stored, too, with columns as B has rows.
-        quantizes_to: text of the format that the activation's result, rounded to ``out_dtype``,
-            is quantized to, rowwise: then the output is codes and block scales, whose rows
-            lie in slots.
+        gathered: Rows of operand N, of A or in a k_grouped product of B, are read by an index.
+        activation: Activation of the product, which is rounded to ``out_dtype`` before.
+        interleaved: Rows of B for the two inputs of a gated activation alternate. Otherwise they
+            are halves, whose rows a tile has in turn.
+        stores_preactivation: The input of the activation is stored, too, with columns in the order
+            of the rows of B.
+        quantizes_to: Text of the format to which the activation's result, rounded to ``out_dtype``,
+            is quantized, rowwise. Then the output is codes and block scales, whose rows are in
+            slots.
     """
 
     operand: str
@@ -74,15 +80,15 @@ class GemmConfig(abc.ABC):
     stores_preactivation: bool = False
     quantizes_to: str | None = None
 
-    #: What it runs on.
+    #: Architecture that it runs on.
     arch: ClassVar[str]
     #: The class of the kernel, which the runtime imports.
     kernel: ClassVar[str]
     #: The tiles that an architecture's kernel is built for.
     tile_shapes: ClassVar[tuple[TileShape, ...]]
-    #: Blocks of output that an epilogue stages by turns.
+    #: Number of blocks of output that an epilogue stages in turn.
     num_store_stage: ClassVar[int] = 2
-    #: Tiles that the scheduler is ahead.
+    #: Number of tiles that the scheduler is ahead.
     num_sched_stage: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
@@ -215,7 +221,7 @@ class GemmConfig(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def any_tile(cls, grouping: GemmGrouping) -> TileShape:
-        """A tile that every product of a grouping may have."""
+        """Return a tile that every product of a grouping can have."""
 
     @property
     def handled_rows(self) -> RowRange:
@@ -224,67 +230,72 @@ class GemmConfig(abc.ABC):
 
     @property
     def uses_dynamic_scheduling(self) -> bool:
-        """Whether tiles of groups of several row tiles and of one are multiplied by turns, by a
-        ``counter``.
-        """
+        """True if clusters take tiles from a ``counter``."""
         return False
 
     @property
     def balances_row_tiles(self) -> bool:
-        """Whether the row tiles of a group have equally many rows; otherwise all but the last are
-        full.
+        """True if the rows of a group are divided evenly over its tiles.
+
+        Otherwise all tiles but the last are full.
         """
         return False
 
     def has_whole_blocks(self, tile: Any) -> bool:
-        """Whether a tile of ``tile_shapes`` has whole blocks of what the output is quantized to, if
-        it is.
-        """
+        """Return True if a tile holds whole blocks of a quantized output, or there is none."""
         return self.quantizes_to is None
 
     @property
     def kind(self) -> OperandKind:
+        """Operand kind of A."""
         return OPERANDS[self.operand]
 
     @property
     def b_kind(self) -> OperandKind:
+        """Operand kind of B."""
         return OPERANDS[self.b_operand or self.operand]
 
     @property
     def act(self) -> Activation | None:
+        """Record of the activation; None without."""
         return None if self.activation is None else parse_activation(self.activation)
 
     @property
     def result(self) -> Format | None:
+        """Format of a quantized output; None without."""
         return None if self.quantizes_to is None else parse(self.quantizes_to)
 
     @property
     def per_element(self) -> int:
-        """Columns of the result that an element of the output has: codes of a byte."""
+        """Columns of the result per element of the output: the codes of a byte, or 1."""
         return 1 if self.result is None else self.result.element.per_byte
 
     @property
     def is_gated(self) -> bool:
+        """True if the activation has two inputs."""
         return self.act is not None and self.act.is_gated
 
     @property
     def interleaves_halves(self) -> bool:
-        """Whether row 2 i + h of a tile of B is row i of half h."""
+        """True if row 2 i + h of a tile of B is row i of half h."""
         return self.is_gated and not self.interleaved
 
     @property
     def interleaves_scales(self) -> bool:
-        """Whether a kernel before this one puts block scales of B into that order."""
+        """True if a kernel before this one puts block scales of B into that order."""
         return False
 
     @property
     def is_alike(self) -> bool:
-        """Whether both operands have elements of one width and the same block scales."""
+        """True if both operands have elements of one width and the same block scales."""
         return (self.kind.bits, self.kind.scale) == (self.b_kind.bits, self.b_kind.scale)
 
     @property
     def decoded_to(self) -> OperandKind | None:
-        """What codes are decoded to: a plain A's kind, bf16 beside codes of a byte; None if not."""
+        """Kind to which codes are decoded; None if they are not.
+
+        It is the kind of a plain A, or bf16 if A has 8-bit codes.
+        """
         if self.b_kind.fmt is None or self.is_alike:
             return None
         if self.kind.fmt is None:
@@ -293,14 +304,17 @@ class GemmConfig(abc.ABC):
 
     @property
     def m_kind(self) -> OperandKind:
+        """Operand kind of operand M."""
         return self.b_kind if self.tile.swap_ab else self.kind
 
     @property
     def n_kind(self) -> OperandKind:
+        """Operand kind of operand N."""
         return self.kind if self.tile.swap_ab else self.b_kind
 
     @property
     def instruction_k(self) -> int:
+        """Elements of K of one MMA instruction."""
         return self.kind.instruction_k
 
     @property
@@ -310,36 +324,36 @@ class GemmConfig(abc.ABC):
 
     @property
     def ragged_k(self) -> bool:
-        """Whether K begins and ends at any row; otherwise it starts at a slot or at 0."""
+        """True if K begins and ends at any row; otherwise it starts at a slot or at 0."""
         return self.grouping == "k_grouped" and not self.kind.has_slots
 
     @property
     def reads_scale_tiles(self) -> bool:
-        """Whether fp32 block scales come as tiles of E8M0."""
+        """True if fp32 block scales come as tiles of E8M0."""
         return False
 
     @property
     def loads_row_scales(self) -> bool:
-        """Whether the kernel reads fp32 block scales of A."""
+        """True if the kernel reads fp32 block scales of A."""
         return self.kind.has_row_scales and not self.reads_scale_tiles
 
     @property
     def mn_major(self) -> tuple[bool, bool]:
-        """Whether operands M and N are contiguous along M and N instead of along K."""
+        """True for operands M and N if they are contiguous along M and N instead of along K."""
         a = self.grouping == "k_grouped" and not self.kind.is_transposed
         b = a or self.transpose_b
         return (b, a) if self.tile.swap_ab else (a, b)
 
     @property
     def writes_zeros(self) -> bool:
-        """Whether there are tiles of which nothing is multiplied."""
+        """True if there are tiles with nothing to multiply, whose output is zeros."""
         return self.zero_tail or self.grouping == "k_grouped" and not self.accumulate
 
     def can_implement(self, problem: GemmProblem) -> Support:
         """Return whether the kernel can compute ``problem``, and if not, why.
 
-        Together with the rules of fields and of the tile this is all that decides. What is fast is
-        another question, see ``kernels.gemm.choose``.
+        Together with the rules of fields and of the tile this is all that decides.
+        ``kernels.gemm.choose`` says what is preferred.
         """
         return check_rules(self.problem_rules(problem))
 
@@ -404,7 +418,7 @@ class GemmConfig(abc.ABC):
         )
 
     def _num_tiles(self, problem: GemmProblem) -> int:
-        """At most this many tiles, whatever the groups."""
+        """Return an upper bound of the number of tiles, whatever the groups."""
         cols = ceil_div(problem.n, self.tile.cols)
         if self.grouping == "m_grouped":
             groups = problem.groups + self.zero_tail

@@ -1,6 +1,6 @@
 """Fake tensors that stand for a grouped GEMM's arguments when it is compiled.
 
-Extents that must agree at run time share one symbol; the compiled function checks them.
+Extents that must agree at run time share one symbol. The compiled function checks them.
 """
 
 from typing import Any
@@ -24,13 +24,14 @@ def _compact(dtype: Any, *shape: Any, align: int = PITCH_ALIGNMENT) -> Any:
 
 
 def _pitched(dtype: Any, *shape: Any) -> Any:
-    """A tensor whose last mode is contiguous and whose other strides are whole 16 bytes."""
+    """Return a tensor with a contiguous last mode and other strides of whole 16 bytes."""
     divisibility = PITCH_ALIGNMENT * 8 // dtype.width
     strides = [cute.sym_int64(divisibility=divisibility) for _ in shape[:-1]]
     return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=PITCH_ALIGNMENT)
 
 
 def _scale_tiles(*lead: Any) -> Any:
+    """Return tiles of block scales, (*lead, row tiles, K tiles, 512) uint8."""
     return _compact(cutlass.Uint8, *lead, cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
 
 
@@ -42,15 +43,15 @@ class FakeArguments:
         self.out_kind = None if config.result is None else operand_of(config.result)
         self.is_k_grouped = config.grouping == "k_grouped"
         self.groups, self.rows = cute.sym_int(), cute.sym_int()
-        # Rows of what is gathered.
+        # Rows of the tensor from which rows are gathered.
         self.tokens = cute.sym_int() if config.gathered else self.rows
-        # Contiguous extents of operands and of outputs are whole vectors.
+        # Contiguous extents of operands and of outputs are multiples of a vector.
         is_aligned = config.mn_major[0] or config.loads_row_scales
         self.m = cute.sym_int(divisibility=N_ALIGN if is_aligned else 1)
         self.n, self.k = (cute.sym_int(divisibility=N_ALIGN) for _ in range(2))
 
     def operands(self) -> tuple[Any, Any]:
-        """Codes of quantized operands, values of plain ones."""
+        """Return A and B: codes of quantized operands, values of plain ones."""
         config = self.config
         a, b = (codes_type(kind) for kind in (config.kind, config.b_kind))
         if self.is_k_grouped and config.kind.fmt is None:
@@ -67,7 +68,8 @@ class FakeArguments:
         return _pitched(a, self.tokens, self.k), _pitched(b, self.groups, *rows)
 
     def scales(self) -> tuple[Any, Any]:
-        # Of slots, or of the columns of a columnwise copy.
+        # Rows of slots, or columns of a columnwise copy.
+        """Return the block scales of A and B; None without."""
         rows = [cute.sym_int(divisibility=N_ALIGN) for _ in range(2)]
         lead = (self.groups,)
         if self.is_k_grouped:
@@ -77,6 +79,7 @@ class FakeArguments:
         )
 
     def _scales(self, kind: OperandKind, rows: Any, *lead: Any) -> Any:
+        """Return the block scales of an operand with ``rows`` rows."""
         if not kind.is_block_scaled:
             return None
         if kind.has_row_scales and not self.config.reads_scale_tiles:
@@ -84,7 +87,11 @@ class FakeArguments:
         return _scale_tiles(*lead)
 
     def _row_scales(self, kind: OperandKind, rows: Any, *lead: Any) -> Any:
-        """(blocks along K, rows); of squares (blocks along rows, blocks along K) of any strides."""
+        """Return fp32 block scales of rows or squares.
+
+        They are (blocks along K, rows), or for squares (blocks along rows, blocks along K) of any
+        strides.
+        """
         if not kind.has_squares:
             return _compact(cutlass.Float32, *lead, cute.sym_int(), rows)
         shape = *lead, cute.sym_int(), cute.sym_int()
@@ -93,20 +100,23 @@ class FakeArguments:
         )
 
     def expanded(self, dtype: str) -> Any:
-        """Values in whole pieces of K, of the operand beside codes."""
+        """Return values of the operand beside codes, whose K is padded to whole chunks of 128."""
         rows = self.n if self.is_k_grouped else self.rows
         return _pitched(DSL_TYPES[dtype], rows, cute.sym_int(divisibility=PIECE_K))
 
     def per_group(self) -> Any:
+        """Return (G,) fp32."""
         return _compact(cutlass.Float32, self.groups, align=4)
 
     def out_scales(self) -> Any:
+        """Return the block scales of a quantized output; None without."""
         kind = self.out_kind
         if kind is None or not kind.has_row_scales:
             return kind and _scale_tiles()
         return self._row_scales(kind, cute.sym_int(divisibility=TILE_ROWS))
 
     def out(self) -> Any:
+        """Return the output: values, or codes of a quantized result."""
         kind = self.out_kind
         dtype = DSL_TYPES[self.config.out_dtype] if kind is None else codes_type(kind)
         if self.is_k_grouped:
@@ -115,6 +125,7 @@ class FakeArguments:
         return _pitched(dtype, self.rows, self.n if has_n else cute.sym_int(divisibility=N_ALIGN))
 
     def arguments(self) -> GemmArguments:
+        """Return all arguments of the kernel."""
         config = self.config
         bias = None
         a, b = self.operands()

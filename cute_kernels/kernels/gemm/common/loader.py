@@ -12,42 +12,44 @@ from .config import GemmConfig
 from .problem import RAGGED_ROWS
 from .scheduler import TileReader, WorkTile
 
-#: Stages left to load of a tile when the next one is taken from a counter: others may need it
-#: sooner.
+#: The next tile is taken from the counter when a tile has this many stages left to load. Earlier
+#: would take it from clusters that need it sooner.
 _AHEAD = 8
 
 
 class TmaSource(NamedTuple):
-    """A tensor in global memory that TMA reads tiles of; coordinates are of (rows, K, L), see
-    ``operands``.
+    """A tensor in global memory from which TMA reads tiles.
+
+    Coordinates are (rows, K, L), see ``views``.
     """
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
 
 
-def each(cls: type, sources: Any, part: str) -> Any:
-    """One attribute of each ``TmaSource`` of a tuple ``cls`` of them."""
-    return cls(*(getattr(source, part, None) for source in sources))
+def source_attributes(cls: type, sources: Any, attribute: str) -> Any:
+    """Return a tuple ``cls`` of one attribute of each ``TmaSource`` of ``sources``."""
+    return cls(*(getattr(source, attribute, None) for source in sources))
 
 
-def paired(cls: type, atoms: Any, tensors: Any) -> Any:
-    """A ``TmaSource`` of each of two."""
+def paired_sources(cls: type, atoms: Any, tensors: Any) -> Any:
+    """Return a tuple ``cls`` of the ``TmaSource`` of each atom and its tensor."""
     pairs = zip(atoms, tensors, strict=True)
     return cls(*(None if atom is None else TmaSource(atom, x) for atom, x in pairs))
 
 
 class StageLoad(NamedTuple):
-    """How one tensor gets into shared memory.
+    """The load of one tensor into shared memory.
 
     Attributes:
-        source: where it comes from, (rows, K, G); of block scales see ``views``.
-        shared: its stages, (rows, K, STAGE), or of scale tiles (row tiles, K tiles, words,
-            STAGE).
-        tiler: its extents in one stage, without the last; of rows that are paired two.
-        k_divisor: elements of K for one of its own along K.
-        first_row: where this CTA's rows begin in the cluster's tile.
-        sharers: how many CTAs share them, this one the ``cta``-th; each loads a part for all.
+        source: Tensor in global memory, (rows, K, G); for block scales see ``views``.
+        shared: Stages, (rows, K, STAGE), or for scale tiles (row tiles, K tiles, words, STAGE).
+        tiler: Extents in one stage, without the last mode. Interleaved rows have two.
+        k_divisor: Elements of K for one element of the tensor along K.
+        first_row: First row of this CTA in the cluster's tile.
+        cta: Number of this CTA among the ``sharers``.
+        sharers: Number of CTAs that share the rows. Each loads a part for all of them.
+        is_scale: True for block scales.
     """
 
     source: TmaSource
@@ -61,10 +63,18 @@ class StageLoad(NamedTuple):
 
     @property
     def mcast_mask(self) -> Int16 | None:
+        """Mask of the CTAs that receive the copy; None without multicast."""
         return Int16((1 << self.sharers) - 1) if self.sharers > 1 else None
 
     @cute.jit
     def copies(self, row: Int32, k_start: Int32, group: Any) -> tuple[cute.Tensor, cute.Tensor]:
+        """Return the source tiles along K and the stages, both partitioned for TMA.
+
+        Args:
+            row: First row of the tile.
+            k_start: First element of K.
+            group: Coordinate of the group.
+        """
         k_start = k_start // self.k_divisor
         row += self.first_row
         modes, pairs = len(self.tiler), isinstance(self.tiler[0], tuple)
@@ -73,12 +83,12 @@ class StageLoad(NamedTuple):
         if const_expr(pairs):
             row = (Int32(0), row // 2)
         if const_expr(modes == 3):
-            at = (row, k_start, Int32(0), group)
-            rest = (0, None, 0, 0)
+            coordinate = (row, k_start, Int32(0), group)
+            tile_coordinate = (0, None, 0, 0)
         else:
-            at, rest = (row, k_start, group), (0, None, 0)
-        origin = cute.domain_offset(at, self.source.tensor)
-        tiles = cute.local_tile(origin, self.tiler, rest)
+            coordinate, tile_coordinate = (row, k_start, group), (0, None, 0)
+        origin = cute.domain_offset(coordinate, self.source.tensor)
+        tiles = cute.local_tile(origin, self.tiler, tile_coordinate)
         to_shared, from_global = cpasync.tma_partition(
             self.source.atom,
             self.cta,
@@ -92,11 +102,10 @@ class StageLoad(NamedTuple):
 class LoadWarp:
     """The load warp.
 
-    How one tensor of an operand gets into shared memory is an architecture's own: its ``source``, a
-    ``TmaSource``; ``copies(row, k_start, group)``, source tiles along K and stages to put them in;
-    ``mcast_mask``, who receives them; and ``is_scale``, whether it holds block scales. Loads of an
-    operand are of its elements, then of block scales if it has any; ``gather`` copies rows by an
-    index.
+    The load of one tensor of an operand is specific to an architecture. It has a ``source``, which
+    is a ``TmaSource``; ``copies(row, k_start, group)``, the source tiles along K and the stages;
+    ``mcast_mask``, the receivers; and ``is_scale``, True for block scales. The loads of an operand
+    are of its elements, then of its block scales if it has any. ``gather`` copies rows by an index.
     """
 
     def __init__(
@@ -116,10 +125,12 @@ class LoadWarp:
         self.ab_pipeline = ab_pipeline
 
     def sources(self) -> list[TmaSource]:
+        """Return the TMA sources of all loads."""
         return [load.source for load in (*self.operand_m, *self.operand_n)]
 
     @cute.jit
     def run(self) -> None:
+        """Load the stages of all tiles of this CTA."""
         for source in self.sources():
             cpasync.prefetch_descriptor(source.atom)
         if const_expr(self.gather is not None):
@@ -138,10 +149,12 @@ class LoadWarp:
         self.ab_pipeline.producer_tail(ab_state)
 
     def fill(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
+        """Load the stages of one tile; return the next state."""
         return self.load(tile, ab_state)
 
     @cute.jit
     def load(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
+        """Load the stages of one tile; return the next state."""
         k_start, m_group, n_group = tile.k_start, Int32(0), Int32(0)
         if const_expr(self.config.ragged_k):
             k_start = RAGGED_ROWS - tile.rows
@@ -178,6 +191,7 @@ class LoadWarp:
         return ab_state
 
     def num_k_tiles(self, tile: WorkTile) -> Int32:
+        """Return the number of stages of a tile."""
         return tile.k_tiles(self.config)
 
     def copy_stage(
@@ -186,6 +200,7 @@ class LoadWarp:
         k_tile: Int32,
         ab_state: pipeline.PipelineState,
     ) -> None:
+        """Issue the copies of one stage."""
         barrier = self.ab_pipeline.producer_get_barrier(ab_state)
         for load, from_global, to_shared in copies:
             cute.copy(

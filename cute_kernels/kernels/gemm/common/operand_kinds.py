@@ -1,10 +1,10 @@
-"""What a tensor core needs to know of its operands: one kind for each pair of element and scale.
+"""Kinds of GEMM operands: each pair of element and scale as a tensor core sees it.
 
-Kernels and configurations ask a kind, never a format: the kind of a format is found by what its
-record says. A new one is a record among ``_FORMATS``, the DSL's names of its types, and a row of
-``_TCGEN05`` for sm_100a. All instructions, of sm_100a and sm_90a, contract 32 bytes of K. Both
-operands of a product have codes of one width and the same block scales; E4M3 may meet E5M2, and
-scales of rows those of squares.
+Kernels and configurations ask a kind, never a format. The kind of a format is found by the fields
+of its record. A new kind is a record among ``_FORMATS``, the DSL's names of its types, and a row of
+``_TCGEN05`` for sm_100a. All instructions of sm_100a and sm_90a contract 32 bytes of K. Both
+operands of a product have codes of one width and the same block scales, but E4M3 may be multiplied
+by E5M2, and operands with scales of rows by operands with scales of squares.
 """
 
 import dataclasses
@@ -25,8 +25,10 @@ _INSTRUCTION_BYTES = 32
 class Tcgen05Kind:
     """Instructions of sm_100a that kernels write out themselves.
 
-    ``qualifiers`` are the kind and what follows it; the others are numbers of types in the
-    descriptor of an instruction, of the elements and of the block scales.
+    Attributes:
+        qualifiers: The kind, and the qualifiers after it.
+        element: Number of the element type in the descriptor of an instruction.
+        scale: Number of the type of block scales in the descriptor; None without.
     """
 
     qualifiers: str
@@ -62,18 +64,20 @@ _TCGEN05 = {
     ("e5m2", "e8m0", 32): Tcgen05Kind("mxf8f6f4.block_scale.block32", 1, scale=1),
     ("e2m1", "e4m3", 16): Tcgen05Kind("mxf4nvf4.block_scale.block16", 1, scale=0),
 }
-#: Elements that instructions of sm_90a take; others are decoded to these.
+#: Elements that instructions of sm_90a multiply; others are decoded to these.
 _WGMMA = ("bfloat16", "float16", "e4m3", "e5m2")
-#: Elements of which tensor cores of sm_90a keep so few bits of a sum that kernels may move it to
+#: Elements whose sums tensor cores of sm_90a hold with so few bits that kernels may move them to
 #: fp32 registers: ``promotes`` of a configuration.
 _SHORT_SUMS = ("e4m3", "e5m2")
 
 
 @dataclasses.dataclass(frozen=True)
 class OperandKind:
-    """An operand of a product, as tensor cores see it; without a format it is plain.
+    """Operand of a product as tensor cores see it; plain without a format.
 
-    ``name`` is that of configurations: the text of the format, or a dtype.
+    Attributes:
+        name: Name in configurations: the text of the format, or a dtype.
+        fmt: Record of the format; None if plain.
     """
 
     name: str
@@ -87,27 +91,32 @@ class OperandKind:
 
     @property
     def element(self) -> str:
+        """Name of the element type."""
         return self.name if self.fmt is None else self.fmt.element.name
 
     @property
     def bits(self) -> int:
+        """Bits of an element."""
         return DTYPE_BYTES[self.name] * 8 if self.fmt is None else self.fmt.element.bits
 
     @property
     def scale(self) -> BlockScale | None:
+        """Block scale of the format; None without."""
         return None if self.fmt is None else self.fmt.scale
 
     @property
     def is_block_scaled(self) -> bool:
+        """True if the operand has block scales."""
         return self.scale is not None
 
     @property
     def has_row_scales(self) -> bool:
-        """Whether block scales are fp32 numbers of rows or squares, which no instruction takes."""
+        """True if block scales are fp32 numbers of rows or squares, unknown to instructions."""
         return self.fmt is not None and self.fmt.scale is not None and not self.fmt.has_scale_tiles
 
     @property
     def has_squares(self) -> bool:
+        """True if block scales belong to squares."""
         return self.fmt is not None and self.fmt.has_squares
 
     @property
@@ -117,21 +126,21 @@ class OperandKind:
 
     @property
     def global_scale_factor(self) -> float | None:
-        """What the second level of scales is multiplied by to decode; None without one."""
-        level = None if self.fmt is None else self.fmt.global_scale
-        return None if level is None else level.factor
+        """Factor of the stored global scale when it is decoded; None without a global scale."""
+        global_scale = None if self.fmt is None else self.fmt.global_scale
+        return None if global_scale is None else global_scale.factor
 
     @property
     def columnwise(self) -> Literal["transposed", "untransposed"] | None:
-        """How the copy lies whose blocks run along rows, see ``formats``.
+        """Layout of the copy whose blocks run along rows, see ``formats``.
 
-        None if operands are plain: then one tensor serves both directions, and has no slots.
+        None for plain operands: one tensor serves both directions, and it has no slots.
         """
         return None if self.fmt is None else self.fmt.columnwise
 
     @property
     def has_slots(self) -> bool:
-        """Whether each group's rows start at a slot where they are contracted.
+        """True if each group's rows start at a slot where they are contracted.
 
         Otherwise K begins and ends at any row.
         """
@@ -139,14 +148,15 @@ class OperandKind:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether operands are contiguous along K whatever is contracted.
+        """True if operands are contiguous along K in both directions.
 
-        Otherwise those whose rows are contracted are contiguous along M or N.
+        Otherwise operands whose rows are contracted are contiguous along M or N.
         """
         return self.columnwise == "transposed"
 
     @property
     def dsl_types(self) -> tuple[str, str | None]:
+        """The DSL's names of the types of elements and block scales; None without scales."""
         scale = None if self.scale is None else _DSL_TYPES[self.scale.element.name]
         return _DSL_TYPES[self.element], scale
 
@@ -163,36 +173,40 @@ class OperandKind:
 
     @property
     def is_decodable(self) -> bool:
-        """Whether kernels decode codes, if there are any: ``Format.decoder_kind``."""
+        """True if kernels can decode the codes (``Format.decoder_kind``); True if plain."""
         return self.fmt is None or self.fmt.decoder_kind is not None
 
     @property
     def is_wgmma(self) -> bool:
-        """Whether instructions of sm_90a take the elements; otherwise they are decoded."""
+        """True if instructions of sm_90a multiply the elements; otherwise they are decoded."""
         return self.element in _WGMMA
 
     @property
     def has_short_sums(self) -> bool:
-        """Whether tensor cores of sm_90a add its products with fewer bits than fp32 has."""
+        """True if tensor cores of sm_90a add the products with fewer bits than fp32 has."""
         return self.element in _SHORT_SUMS
 
     @property
     def instruction_k(self) -> int:
+        """Elements of K that one instruction contracts."""
         return _INSTRUCTION_BYTES * 8 // self.bits
 
     @property
     def scale_tile_k(self) -> int:
-        """Elements of K whose block scales are in one 128x4 tile of them."""
+        """Elements of K whose block scales are in one 128x4 tile."""
         return self.sf_vec_size * SF_TILE_COLS
 
     @property
     def k_blocks_of_scale_tile(self) -> int:
-        """Instructions along K whose block scales are in one tile; each picks its own by number."""
+        """Number of instructions along K whose block scales are in one tile.
+
+        Each instruction picks its scales by their number in the tile.
+        """
         return self.scale_tile_k // self.instruction_k
 
     @property
     def k_align(self) -> int:
-        """K must be a multiple of this in an m_grouped product: rows TMA can address."""
+        """Multiple that K of an m_grouped product must be, so that TMA can address the rows."""
         return PITCH_ALIGNMENT * 8 // self.bits if self.fmt is None else self.fmt.k_multiple
 
 
@@ -203,23 +217,25 @@ OPERANDS = {
 }
 
 
-def _facts(fmt: Format) -> tuple[object, ...]:
-    """What a kernel sees of a format. Scales of squares in tiles are repeated for each row."""
-    level = fmt.global_scale
-    copies = fmt.columnwise, fmt.k_multiple
-    return fmt.element, fmt.scale, fmt.has_squares, None if level is None else level.factor, copies
+def _kernel_fields(fmt: Format) -> tuple[object, ...]:
+    """Return the fields of a format that a kernel sees.
+
+    Scales of squares in tiles are repeated for each row.
+    """
+    factor = None if fmt.global_scale is None else fmt.global_scale.factor
+    return fmt.element, fmt.scale, fmt.has_squares, factor, fmt.columnwise, fmt.k_multiple
 
 
-_BY_FACTS = {_facts(kind.fmt): kind for kind in OPERANDS.values() if kind.fmt}
+_KINDS = {_kernel_fields(kind.fmt): kind for kind in OPERANDS.values() if kind.fmt}
 
 
 def operand_of(fmt: Format) -> OperandKind:
-    """The kind of a format's operands.
+    """Return the kind of a format's operands.
 
     Raises:
-        UnsupportedError: no kernel multiplies them.
+        UnsupportedError: No kernel multiplies them.
     """
-    kind = _BY_FACTS.get(_facts(fmt))
+    kind = _KINDS.get(_kernel_fields(fmt))
     if kind is None:
         raise UnsupportedError(f"no grouped GEMM kernel multiplies operands of {fmt.text}")
     return kind

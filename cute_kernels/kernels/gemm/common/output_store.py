@@ -1,9 +1,9 @@
-"""The output and what is multiplied and added on the way to it.
+"""The output, and the factors and terms that are applied on the way to it.
 
 The factors are folded first, ``f = fl(fl(amax_a * c) * fl(amax_b * c))`` with ``c`` the factor of
-the operands' second level, 1/2688 for NVFP4, times alpha if there is one; then each element is
+the operands' global scale, 1/2688 for NVFP4, times alpha if there is one. Then each element is
 ``cast(fl(fl(fl(acc * f) + bias) + out))``. Every product and sum is rounded by itself. An
-activation is one of what was cast, so that its bits are those of a kernel that reads it from
+activation is applied to the cast element, so that its bits are those of a kernel that reads it from
 memory.
 """
 
@@ -22,11 +22,17 @@ VECTOR_BYTES = 16
 
 
 class EpilogueTensors(NamedTuple):
-    """What the epilogue reads and writes beside accumulators; None for what there is not.
+    """Tensors that the epilogue reads and writes; None for those that a product does not have.
 
-    ``out`` is (T, N) as (1, T, N), or (G, M, N) of a k_grouped product, with rows of any pitch;
-    ``z`` likewise is what goes into an activation. ``amax_a`` is (G,) or (T,); ``level`` are the
-    amaxes that block scales are relative to.
+    Attributes:
+        out: (T, N) as (1, T, N), or (G, M, N) of a k_grouped product, with rows of any pitch.
+        amax_a: (G,) or (T,) fp32, the amaxes that stand for the global scale of A.
+        amax_b: (G,) fp32.
+        alpha: (G,) fp32.
+        bias: (G, N).
+        z: Stored preactivation, (1, T, N).
+        scales: Block scales of a quantized output.
+        global_scale: (G,) fp32, the amaxes to which block scales of the output are relative.
     """
 
     out: cute.Tensor
@@ -36,10 +42,11 @@ class EpilogueTensors(NamedTuple):
     bias: cute.Tensor | None
     z: cute.Tensor | None = None
     scales: cute.Tensor | None = None
-    level: cute.Tensor | None = None
+    global_scale: cute.Tensor | None = None
 
     @classmethod
-    def of(cls, x: GemmArguments) -> "EpilogueTensors":
+    def from_arguments(cls, x: GemmArguments) -> "EpilogueTensors":
+        """Return the tensors among a kernel's arguments."""
         z = None if x.z is None else output_view(x.z)
         return cls(
             output_view(x.out),
@@ -53,29 +60,31 @@ class EpilogueTensors(NamedTuple):
         )
 
     @cute.jit
-    def factor(self, config: GemmConfig, group: Int32, at: Int32) -> Float32:
-        """The f of the module, with the amax of A at ``at``: its row or its group."""
+    def factor(self, config: GemmConfig, group: Int32, index: Int32) -> Float32:
+        """Return the f of the module for a group; ``index`` is that of A's amax, a row or group."""
         factor = Float32(1.0)
         if const_expr(self.amax_b is not None):
             factor = self.amax_b[group] * Float32(config.b_kind.global_scale_factor)
         if const_expr(self.amax_a is not None):
-            factor = (self.amax_a[at] * Float32(config.kind.global_scale_factor)) * factor
+            factor = (self.amax_a[index] * Float32(config.kind.global_scale_factor)) * factor
         if const_expr(self.alpha is not None):
             factor = factor * self.alpha[group]
         return factor
 
     def columns(self, config: GemmConfig) -> Int32:
+        """Return the columns of the output, in elements of the result."""
         return self.out.shape[2] * config.per_element
 
     @property
     def has_factor(self) -> bool:
+        """True if accumulators are multiplied by a factor."""
         return self.amax_b is not None or self.alpha is not None
 
 
 class OutputStore(NamedTuple):
-    """TMA stores of blocks of some rows, staged as (rows, columns, stages) of all warps.
+    """TMA stores of blocks of rows, staged as (rows, columns, stages) of all warps.
 
-    Coordinates are (rows, N, G or 1), the last of them of halves where columns are two.
+    Coordinates are (rows, N, G or 1). The last one is the half if columns have two halves.
     """
 
     atom: cute.CopyAtom
@@ -99,16 +108,23 @@ class OutputStore(NamedTuple):
 
 
 def store_source(out: cute.Tensor, staged: Any, halves: int = 1) -> TmaSource:
-    """The TMA store of one block of (G, rows, N), and its coordinates (rows, N, G), or of halves of
-    N.
+    """Return the TMA store of one block of ``out``.
+
+    Args:
+        out: (G, rows, N).
+        staged: Layout of the staged blocks.
+        halves: 2 if the columns are two halves, which become the last coordinate instead of G.
+
+    Returns:
+        The copy, and its coordinates (rows, N, G or halves).
     """
     groups, rows, cols = out.shape
-    apart, *stride = out.stride
+    last_stride, *stride = out.stride
     if halves > 1:
         groups, cols = halves, cols // halves
-        apart = cute.assume(Int64(cols), VECTOR_BYTES * 8 // out.element_type.width)
+        last_stride = cute.assume(Int64(cols), VECTOR_BYTES * 8 // out.element_type.width)
     tensor = cute.make_tensor(
-        out.iterator, cute.make_layout((rows, cols, groups), stride=(*stride, apart))
+        out.iterator, cute.make_layout((rows, cols, groups), stride=(*stride, last_stride))
     )
     block = cute.slice_(staged, (None, None, 0))
     shape = tuple(cute.size(staged, mode=[i]) for i in range(2))
@@ -118,7 +134,7 @@ def store_source(out: cute.Tensor, staged: Any, halves: int = 1) -> TmaSource:
 
 
 def vector_at(tensor: cute.Tensor, offset: Int64, size: int) -> cute.Tensor:
-    """``size`` elements of ``tensor`` from element ``offset`` on, aligned to 16 bytes."""
+    """Return ``size`` elements of ``tensor`` from element ``offset`` on, aligned to 16 bytes."""
     width = tensor.element_type.width // 8
     address = tensor.iterator.toint() + offset * width
     align = min(VECTOR_BYTES, size * width)
@@ -129,6 +145,7 @@ def vector_at(tensor: cute.Tensor, offset: Int64, size: int) -> cute.Tensor:
 
 
 def out_offset(config: GemmConfig, out: cute.Tensor, group: Int32, row: Int32, col: Int32) -> Int64:
+    """Return the offset of an element in ``out``, (1, T, N) or (G, M, N), in elements."""
     offset = Int64(row) * out.stride[1] + col
     if config.grouping == "k_grouped":
         offset += Int64(group) * out.stride[0]

@@ -1,9 +1,6 @@
-"""What a grouped GEMM is asked for, and what the configurations of all its kernels have in common.
+"""The sizes of a grouped GEMM, and the arguments of its kernel.
 
-Configurations are specs of kernels (``runtime.spec``); group boundaries and the number of SMs stay
-dynamic, too.
-
-Sizes are named by the product that a tile of the output is made of, ``D[M, N] = sum over K``:
+Sizes are named by the product of which a tile of the output is made, ``D[M, N] = sum over K``:
 
 =========== ============================ ============================ =========================
 grouping    M                            N                            K
@@ -12,11 +9,12 @@ m_grouped   rows of the ragged tensor    columns of the output        contracted
 k_grouped   columns of A                 columns of B                 rows of a group, ragged
 =========== ============================ ============================ =========================
 
-With ``swap_ab`` M and N of an m_grouped product change places: a tile of the tensor core has at
-least 64 or 128 rows of M, which few rows a group would leave empty, but may be narrow in N.
+With ``swap_ab`` M and N of an m_grouped product change places. A tile of the tensor core has at
+least 64 or 128 rows of M, most of which would be empty with few rows per group. But it may be
+narrow in N.
 
-Two words: the *tail* is what a buffer has after the rows of its last group; the last tile of a
-group is *partial* if the group's rows do not fill it.
+The *tail* is the rows of a buffer after its last group. The last tile of a group is *partial* if
+the group's rows do not fill it.
 """
 
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 #: N of every output must be a multiple of this: 16 bytes of the narrowest output type.
 N_ALIGN = 8
-#: Rows of a buffer whose groups bound K, at most: TMA addresses them in a mode of this extent.
+#: Most rows of a buffer whose groups bound K: TMA addresses them in a mode of this extent.
 RAGGED_ROWS = 2**30
 
 GemmGrouping = Literal["m_grouped", "k_grouped"]
@@ -32,10 +30,13 @@ GemmGrouping = Literal["m_grouped", "k_grouped"]
 
 @dataclass(frozen=True)
 class TileShape:
-    """What the tensor core works on at a time, rows of operands M and N; architectures add to it.
+    """Rows of operands M and N that the tensor core works on at a time; architectures add fields.
 
-    ``num_ctas`` CTAs share a tile, or neighbouring tiles: a cluster. With ``swap_ab`` operand M is
-    B and operand N is A, see the module.
+    Attributes:
+        m: Rows of operand M.
+        n: Rows of operand N.
+        num_ctas: CTAs of a cluster, which share a tile or have neighbouring tiles.
+        swap_ab: Operand M is B and operand N is A, see the module.
     """
 
     m: int
@@ -45,25 +46,29 @@ class TileShape:
 
     @property
     def cluster_m(self) -> int:
+        """Rows of operand M in a cluster's tile."""
         return self.m
 
     @property
     def rows(self) -> int:
+        """Rows of the output in a cluster's tile."""
         return self.n if self.swap_ab else self.cluster_m
 
     @property
     def cols(self) -> int:
+        """Columns of the output in a cluster's tile."""
         return self.cluster_m if self.swap_ab else self.n
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """The row tiles of an m_grouped product that one kernel takes, where several share it.
+    """The row tiles of an m_grouped product that one kernel takes, if several kernels share it.
 
-    A group is cut into tiles of ``chunk`` rows and one of what is left. Every tile is taken by the
-    kernel whose range, from ``least`` (exclusive) to ``most``, holds its rows, so large groups get
-    wide tiles and small ones narrow tiles without the host knowing which are which. A part that
-    ``follows`` another starts on the SMs that are done with that one.
+    A group is cut into tiles of ``chunk_rows`` rows, and one of the remaining rows. Every tile is
+    taken by the kernel whose range, from ``min_rows`` (exclusive) to ``max_rows``, contains the
+    number of its rows. So large groups get wide tiles and small ones narrow tiles, and the host
+    need not know the sizes. A kernel that ``is_later`` starts on the SMs that the previous kernel
+    has left.
     """
 
     chunk_rows: int
@@ -74,11 +79,17 @@ class RowRange:
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """The facts of a call that decide which kernels can run it; all known on the host.
+    """Sizes and types of a call that decide which kernels can compute it; all known on the host.
 
-    ``rows`` is T, the rows of the buffer, or of slots in a k_grouped product the most they hold;
-    ``n`` are columns of the output, ``m`` those of A in a k_grouped product, ``k`` is K of an
-    m_grouped one.
+    Attributes:
+        operand: Name of the operand kind of A.
+        grouping: "m_grouped" or "k_grouped".
+        out_dtype: Dtype of the output.
+        groups: G.
+        rows: T, the rows of the buffer, or for slots in a k_grouped product the most they can hold.
+        n: Columns of the product.
+        m: Columns of A in a k_grouped product.
+        k: K of an m_grouped product.
     """
 
     operand: str
@@ -92,29 +103,30 @@ class GemmProblem:
 
 
 class GemmArguments(NamedTuple):
-    """Arguments of a grouped GEMM kernel, in its order; a stream follows where it is traced.
+    """Arguments of a grouped GEMM kernel, in its order; a stream follows when it is traced.
 
-    Operands and block scales are those of sm_90a; what differs on sm_100a is with its kernel.
+    Operands and block scales are those of sm_90a. The kernel of sm_100a documents its differences.
 
     Attributes:
-        a: (T, K) elements that are multiplied; in a k_grouped product (T, M), or (M, slots) if
-            they are quantized, or (M, 64 * tiles) codes.
-        a_scales: scale tiles if it is codes; fp32 scales, see ``FakeArguments``.
-        a_amax: (G,) fp32 second level, or (T,) when row-scaled.
-        b: (G, N, K) or (G, K, N), or (G, N, >= K / 2) codes; in a k_grouped product (T, N), or
-            (N, slots).
+        a: (T, K) elements that are multiplied. In a k_grouped product (T, M), or (M, slots) if
+            quantized, or (M, 64 * tiles) codes.
+        a_scales: Scale tiles of codes, or fp32 scales, see ``FakeArguments``.
+        a_amax: (G,) fp32 for the global scale, or (T,) if it is row-scaled.
+        b: (G, N, K) or (G, K, N), or (G, N, >= K / 2) codes. In a k_grouped product (T, N), or (N,
+            slots).
+        b_scales: Block scales of B. They may have a matrix per group.
+        b_amax: (G,) fp32.
         offs: (G,) int32 end rows.
-        rows: (T,) int32, which rows of ``a``, or of ``b`` in a k_grouped product, are
-            multiplied where they are ``gathered``.
+        rows: (T,) int32 row index of ``a``, or of ``b`` in a k_grouped product, if ``gathered``.
         bias: (G, N).
         alpha: (G,) fp32.
         out: (T, N), or (G, M, N) of a k_grouped product.
         num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
-        z: (T, N), where the output has what an activation makes of it, if it is kept.
-        out_scales: block scales of a quantized output, see ``FakeArguments``.
-        out_global_scale: (G,) fp32, the amaxes that those are relative to, of a format with a second
-            level.
-        counter: (1,) int32, 0 before a launch and after it, of one that ``uses_dynamic_scheduling``.
+        z: (T, N), the preactivation, if it is stored.
+        out_scales: Block scales of a quantized output, see ``FakeArguments``.
+        out_global_scale: (G,) fp32, the amaxes to which they are relative, for a format with a
+            global scale.
+        counter: (1,) int32 with dynamic scheduling; 0 before and after a launch.
     """
 
     a: Any
@@ -135,15 +147,20 @@ class GemmArguments(NamedTuple):
     counter: Any = None
 
     def in_order(self, swap_ab: bool) -> tuple[Any, Any, Any, Any]:
+        """Return operands M and N, and their block scales."""
         if swap_ab:
             return self.b, self.a, self.b_scales, self.a_scales
         return self.a, self.b, self.a_scales, self.b_scales
 
 
 class Extents(NamedTuple):
-    """Sizes of a product inside a kernel: rows of the buffer, M and N of one group, and K.
+    """Sizes of a product inside a kernel.
 
-    K is unused in a k_grouped product.
+    Attributes:
+        rows: Rows of the buffer.
+        m: M of one group.
+        n: N of one group.
+        k: K; unused in a k_grouped product.
     """
 
     rows: Any

@@ -1,7 +1,7 @@
 """Rules of legality, and the first one that does not hold, as text.
 
 Configurations list the rules of their fields, of a tile and of a problem. Rules say what a kernel
-can do. What is faster is a preference, which ``choose`` modules know.
+can do. The ``choose`` modules say what is faster.
 """
 
 from collections.abc import Iterable

@@ -1,16 +1,15 @@
-"""The scheduler warp: which tiles this CTA works on, found on the device.
+"""The scheduler warp: it finds the tiles of this CTA on the device.
 
-Tiles are numbered group by group and a cluster takes every ``num_clusters``-th. In an m_grouped
-product the number of tiles of a group depends on its rows; the warp holds a window of 32 groups,
-one a lane, with a running count of tiles, and moves it forward only. The whole walk reads ``offs``
-once, however many tiles there are. Where several kernels share a product, each takes the tiles
-whose rows are in its range. In a k_grouped product all groups have the same number of tiles.
+Tiles are numbered group by group, and a cluster takes every ``num_clusters``-th. In an m_grouped
+product the number of tiles of a group depends on its rows. The warp holds a window of 32 groups,
+one per lane, with a running count of tiles, and moves it forward only. The whole walk reads
+``offs`` once, however many tiles there are. If several kernels share a product, each takes the
+tiles whose rows are in its range. In a k_grouped product all groups have the same number of tiles.
 
-Groups of one row tile wait for memory, those of several for the tensor cores. A configuration that
-``uses_dynamic_scheduling`` has a list of each, which the tiles up to any have in the same proportion. They
-take unlike times, so a cluster takes the next one from a counter when the loads of its last come to
-an
-end: up to 8% less time than every ``num_clusters``-th (H200).
+Groups of one row tile wait for memory, groups of several for the tensor cores. A configuration with
+dynamic scheduling (``uses_dynamic_scheduling``) has a list of each, and takes tiles of both in
+proportion. The tiles take different times. So a cluster takes the next tile from a counter when the
+loads of its last tile come to an end: up to 8% less time than every ``num_clusters``-th (H200).
 
 Each tile is handed to the other warps as a record of eight words through a ring in shared memory.
 """
@@ -36,12 +35,15 @@ class WorkTile(NamedTuple):
     """One tile of the output, or the end of the work.
 
     Attributes:
-        group: its group, -1 at the end; the number of groups for the tail of the buffer.
-        m_sf_row: first row of operand M in the order of the block scales, as ``n_sf_row`` of N.
-        k_start: first element of K: a slot's, or a row's if K is ragged.
-        k_blocks: MMA instructions along K; 0 for an empty group and for the tail.
-        rows: rows of the group: in an m_grouped product those from the tile's first on, of the
-            tile alone if the configuration ``balances_row_tiles``.
+        group: Group of the tile, -1 at the end. The number of groups stands for the tail.
+        m_row: First row of operand M.
+        m_sf_row: First row of operand M in the order of the block scales.
+        n_row: First row of operand N.
+        n_sf_row: First row of operand N in the order of the block scales.
+        k_start: First element of K: that of a slot, or of a row if K is ragged.
+        k_blocks: Number of MMA instructions along K. It is 0 for an empty group and for the tail.
+        rows: Rows of the group. In an m_grouped product it counts from the tile's first row, and
+            with ``balances_row_tiles`` only to the tile's last.
     """
 
     group: Int32
@@ -54,10 +56,12 @@ class WorkTile(NamedTuple):
     rows: Int32
 
     def k_tiles(self, config: GemmConfig) -> Int32:
+        """Return the number of stages along K."""
         return (self.k_blocks + (config.k_blocks - 1)) // config.k_blocks
 
 
 def _record(buffer: cute.Tensor, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+    """Return both halves of a tile record, (4,) int32 each, in shared memory."""
     halves = []
     for half in range(2):
         address = buffer.iterator.toint() + (stage * TILE_WORDS + half * 4) * 4
@@ -67,7 +71,12 @@ def _record(buffer: cute.Tensor, stage: Int32) -> tuple[cute.Tensor, cute.Tensor
 
 
 class TileReader:
-    """A warp's view of the ring of tile records."""
+    """A warp's view of the ring of tile records.
+
+    Attributes:
+        ring: Pipeline of the records.
+        buffer: (stages * 8,) int32 in shared memory.
+    """
 
     def __init__(self, ring: pipeline.PipelineAsync, buffer: cute.Tensor):
         self.ring = ring
@@ -75,8 +84,9 @@ class TileReader:
 
     @cute.jit
     def next(self, state: Any, keeps: bool = False) -> tuple[WorkTile, Any]:
-        """Take the record at ``state`` and free its place, unless it ``keeps`` it; the record and
-        the next state.
+        """Wait for the record at ``state``; return it and the next state.
+
+        The place of the record is freed, unless ``keeps`` is set.
         """
         self.ring.consumer_wait(state)
         # One access for all lanes; vectors would be read by eight lanes at a time.
@@ -89,10 +99,12 @@ class TileReader:
 
     @cute.jit
     def free(self, state: Any) -> None:
+        """Free the place of the record at ``state``."""
         with cute.arch.elect_one():
             self.ring.consumer_release(state)
 
     def new_state(self) -> Any:
+        """Return the state of a reader at the first record."""
         return pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Consumer, self.ring.num_stages
         )
@@ -101,8 +113,16 @@ class TileReader:
 class TileScheduler:
     """The scheduler warp.
 
-    ``buffer`` is its (stages * 8,) int32 in shared memory, and behind them one that CTAs pass on.
-    By ``numbers`` the first CTA of a cluster passes on tiles' numbers; None where it is alone.
+    Attributes:
+        config: Configuration of the kernel.
+        ring: Pipeline of the records.
+        buffer: (stages * 8,) int32 in shared memory, and behind it one word with a tile number that
+            CTAs pass on.
+        offs: (G,) int32 end rows.
+        extents: Sizes of the product.
+        counter: (1,) int32 in global memory with dynamic scheduling, otherwise None.
+        numbers: Pipeline by which the first CTA of a cluster passes tile numbers on; None for a
+            single CTA.
     """
 
     def __init__(
@@ -125,12 +145,13 @@ class TileScheduler:
 
     @cute.jit
     def run(self) -> None:
+        """Put the records of all tiles of this CTA, and the end, into the ring."""
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Producer, self.ring.num_stages
         )
         if const_expr(self.config.grouping == "m_grouped"):
             if const_expr(self.config.uses_dynamic_scheduling):
-                state = self.walk_mixed(state)
+                state = self.walk_dynamic(state)
             else:
                 state = self.walk_ragged(state)
         else:
@@ -140,7 +161,7 @@ class TileScheduler:
 
     @cute.jit
     def put(self, state: Any, tile: WorkTile) -> Any:
-        """Hand a record to the other warps at ``state``; the next state."""
+        """Hand a record to the other warps at ``state``; return the next state."""
         self.ring.producer_acquire(state)
         with cute.arch.elect_one():
             halves = _record(self.buffer, state.index)
@@ -155,18 +176,20 @@ class TileScheduler:
         return state
 
     def position(self) -> tuple[Int32, Int32]:
-        """The number of this cluster, and how many there are."""
+        """Return the number of this cluster, and the number of clusters."""
         num_ctas = self.tile.num_ctas
         return cute.arch.block_idx()[0] // num_ctas, cute.arch.grid_dim()[0] // num_ctas
 
     def num_listed(self) -> Int32:
+        """Return the number of groups, with the tail as one more group if it is to be zeroed."""
         return self.offs.shape[0] + int(self.config.zero_tail)
 
     @cute.jit
     def group_rows(self, group: Int32) -> tuple[Int32, Int32]:
-        """First row and number of rows of a group, clamped to the buffer; none past the last.
+        """Return the first row and the number of rows of a group, clamped to the buffer.
 
-        The tail of the buffer, if it is to be zeroed, is one more group.
+        Groups past the last one have no rows. The tail of the buffer, if it is to be zeroed, is one
+        more group.
         """
         start, end = Int32(0), Int32(0)
         if group < self.num_listed():
@@ -178,27 +201,31 @@ class TileScheduler:
 
     @cute.jit
     def row_tiles(self, rows: Int32) -> tuple[Int32, Int32]:
-        """How many row tiles of a group are this kernel's, and the row where they begin."""
+        """Return how many row tiles of a group this kernel takes, and the row where they begin."""
         handled = self.config.handled_rows
-        count, first = (rows + (handled.chunk_rows - 1)) // handled.chunk_rows, Int32(0)
+        count, first_row = (rows + (handled.chunk_rows - 1)) // handled.chunk_rows, Int32(0)
         if const_expr((handled.min_rows, handled.max_rows) != (0, handled.chunk_rows)):
-            whole = rows // handled.chunk_rows
-            left = rows - whole * handled.chunk_rows
-            count = whole
+            full_rows = rows // handled.chunk_rows
+            remaining_rows = rows - full_rows * handled.chunk_rows
+            count = full_rows
             if const_expr(handled.max_rows < handled.chunk_rows):
-                count, first = Int32(0), whole * handled.chunk_rows
-            if left > handled.min_rows and left <= handled.max_rows:
+                count, first_row = Int32(0), full_rows * handled.chunk_rows
+            if remaining_rows > handled.min_rows and remaining_rows <= handled.max_rows:
                 count += 1
-        return count, first
+        return count, first_row
 
     @cute.jit
     def window(
-        self, first: Int32, col_tiles: Int32, is_large: cutlass.Boolean | None = None
+        self, first_group: Int32, col_tiles: Int32, is_large: cutlass.Boolean | None = None
     ) -> Any:
-        """This lane's group of the 32 from ``first`` on: first row, rows, and what is ``listed`` of
-        its kind or of all.
+        """Return this lane's group of the 32 from ``first_group`` on.
+
+        With ``is_large`` only groups of several row tiles count, or only groups of one.
+
+        Returns:
+            The first row of the group, its rows, and what ``listed`` returns for its tiles.
         """
-        start, rows = self.group_rows(first + cute.arch.lane_idx())
+        start, rows = self.group_rows(first_group + cute.arch.lane_idx())
         row_tiles, _ = self.row_tiles(rows)
         if const_expr(is_large is not None):
             if (row_tiles > 1) != is_large:
@@ -207,15 +234,15 @@ class TileScheduler:
 
     @cute.jit
     def listed(self, tiles: Int32) -> tuple[Int32, Int32, Int32]:
-        """Tiles of a list before this lane's group, up to its end, and of all lanes."""
+        """Return the tiles before this lane's group, up to its end, and of all lanes."""
         upto = warp_scan(tiles, cute.arch.lane_idx())
         return upto - tiles, upto, cute.arch.shuffle_sync(upto, WARP_SIZE - 1)
 
     @cute.jit
     def prefetch_offs(self) -> None:
-        """Ask for the ``offs`` of the first 1024 groups, a line of 32 a lane.
+        """Prefetch ``offs`` of the first 1024 groups, a line of 32 per lane.
 
-        A walk that finds few tiles would wait for one line after another.
+        A walk that finds few tiles would wait for one line after the other.
         """
         group = cute.arch.lane_idx() * WARP_SIZE
         if group < self.offs.shape[0]:
@@ -223,7 +250,7 @@ class TileScheduler:
             asm_volatile("prefetch.global.L1 [$0];", [address])
 
     def extents_in_tiles(self) -> tuple[Int32, Int32]:
-        """Column tiles of a group of rows, and MMA instructions along K."""
+        """Return the column tiles of a group, and the MMA instructions along K."""
         num_cols = self.extents.m if self.tile.swap_ab else self.extents.n
         instruction_k = self.config.instruction_k
         return (num_cols + (self.tile.cols - 1)) // self.tile.cols, (
@@ -232,29 +259,30 @@ class TileScheduler:
 
     @cute.jit
     def walk_ragged(self, state: Any) -> Any:
+        """Put every ``num_clusters``-th tile of an m_grouped product; return the next state."""
         col_tiles, k_blocks = self.extents_in_tiles()
-        first = Int32(0)
+        first_group = Int32(0)
         if const_expr(self.config.handled_rows.min_rows > 0):
             self.prefetch_offs()
-        start, rows, before, upto, count = self.window(first, col_tiles)
+        start, rows, before, upto, count = self.window(first_group, col_tiles)
         # The cluster's next tile, from the window's first on.
         index, step = self.position()
-        while first < self.num_listed():
+        while first_group < self.num_listed():
             if index < count:
                 state = self.put(
-                    state, self.ragged_tile(first, start, rows, before, upto, index, k_blocks)
+                    state, self.ragged_tile(first_group, start, rows, before, upto, index, k_blocks)
                 )
                 index += step
             else:
                 index -= count
-                first += WARP_SIZE
-                start, rows, before, upto, count = self.window(first, col_tiles)
+                first_group += WARP_SIZE
+                start, rows, before, upto, count = self.window(first_group, col_tiles)
         return state
 
     @cute.jit
     def ragged_tile(
         self,
-        first: Int32,
+        first_group: Int32,
         start: Int32,
         rows: Int32,
         before: Int32,
@@ -262,8 +290,12 @@ class TileScheduler:
         index: Int32,
         k_blocks: Int32,
     ) -> WorkTile:
+        """Return the tile with number ``index`` of the window.
+
+        The other arguments are those of the groups of all lanes.
+        """
         owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= index))
-        group, local = first + owner, index - cute.arch.shuffle_sync(before, owner)
+        group, local = first_group + owner, index - cute.arch.shuffle_sync(before, owner)
         group_start, group_rows = (
             cute.arch.shuffle_sync(start, owner),
             cute.arch.shuffle_sync(rows, owner),
@@ -281,50 +313,56 @@ class TileScheduler:
         ragged, uniform = (group_start + row, sf_row), (col, col)
         if const_expr(self.tile.swap_ab):
             ragged, uniform = uniform, ragged
-        left = group_rows - row
+        rows_left = group_rows - row
         if const_expr(self.config.balances_row_tiles):
-            left = cutlass.min(left, size)
-        return WorkTile(group, *ragged, *uniform, Int32(0), k_blocks, left)
+            rows_left = cutlass.min(rows_left, size)
+        return WorkTile(group, *ragged, *uniform, Int32(0), k_blocks, rows_left)
 
     @cute.jit
-    def walk_mixed(self, state: Any) -> Any:
+    def walk_dynamic(self, state: Any) -> Any:
+        """Put tiles of groups of one and of several row tiles in proportion; return the next state.
+
+        The first tile of a cluster has its number. The number of each later one comes from the
+        counter.
+        """
         col_tiles, k_blocks = self.extents_in_tiles()
         small, large = self.count(col_tiles)
         tiles = small + large
         # The window of the last tile of each list, and the tiles of the list before it.
-        firsts, passed = (Int32(0), Int32(0)), (Int32(0), Int32(0))
+        first_groups, passed = (Int32(0), Int32(0)), (Int32(0), Int32(0))
         number, step = self.position()
         phase = Int32(0)
         while number < tiles:
-            of_large = self.large_among(number, large, tiles)
-            is_large = self.large_among(number + 1, large, tiles) > of_large
-            first, skipped, index = firsts[0], passed[0], number - of_large
+            large_before = self.large_tiles_before(number, large, tiles)
+            is_large = self.large_tiles_before(number + 1, large, tiles) > large_before
+            first_group, skipped, index = first_groups[0], passed[0], number - large_before
             if is_large:
-                first, skipped, index = firsts[1], passed[1], of_large
-            start, rows, before, upto, count = self.window(first, col_tiles, is_large)
+                first_group, skipped, index = first_groups[1], passed[1], large_before
+            start, rows, before, upto, count = self.window(first_group, col_tiles, is_large)
             while index >= skipped + count:
                 skipped += count
-                first += WARP_SIZE
-                start, rows, before, upto, count = self.window(first, col_tiles, is_large)
+                first_group += WARP_SIZE
+                start, rows, before, upto, count = self.window(first_group, col_tiles, is_large)
             if is_large:
-                firsts, passed = (firsts[0], first), (passed[0], skipped)
+                first_groups, passed = (first_groups[0], first_group), (passed[0], skipped)
             else:
-                firsts, passed = (first, firsts[1]), (skipped, passed[1])
+                first_groups, passed = (first_group, first_groups[1]), (skipped, passed[1])
             state = self.put(
-                state, self.ragged_tile(first, start, rows, before, upto, index - skipped, k_blocks)
+                state,
+                self.ragged_tile(first_group, start, rows, before, upto, index - skipped, k_blocks),
             )
             self.ring.producer_acquire(state)
             number = self.take(tiles, step, phase)
             phase = phase ^ 1
         return state
 
-    def large_among(self, number: Int32, large: Int32, tiles: Int32) -> Int32:
-        """How many of the first ``number`` tiles are of groups of several row tiles."""
+    def large_tiles_before(self, number: Int32, large: Int32, tiles: Int32) -> Int32:
+        """Return how many of the first ``number`` tiles belong to groups of several row tiles."""
         return Int32((Int64(number) * large + (tiles - 1)) // tiles)
 
     @cute.jit
     def count(self, col_tiles: Int32) -> tuple[Int32, Int32]:
-        """Tiles of groups of one row tile, and of several."""
+        """Return the number of tiles of groups of one row tile, and of groups of several."""
         small, large = Int32(0), Int32(0)
         group = cute.arch.lane_idx()
         while group < self.num_listed():
@@ -339,9 +377,10 @@ class TileScheduler:
 
     @cute.jit
     def take(self, tiles: Int32, step: Int32, phase: Int32) -> Int32:
-        """The next tile that no cluster has; what the first CTA of a cluster takes is for both.
+        """Return the number of the next tile that no cluster has taken.
 
-        There are as many additions as tiles. Who makes the last clears the counter.
+        The first CTA of a cluster takes the number for both CTAs. There are as many additions as
+        tiles, and the last one clears the counter.
         """
         number = Int32(0)
         cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -362,19 +401,19 @@ class TileScheduler:
                 x.get_barrier(0)
                 for x in (self.numbers.sync_object_full, self.numbers.sync_object_empty)
             )
-            place = self.buffer.iterator + self.config.num_sched_stage * TILE_WORDS
+            number_pointer = self.buffer.iterator + self.config.num_sched_stage * TILE_WORDS
             if cta == 0:
                 cute.arch.mbarrier_wait(empty, phase ^ 1)
                 with cute.arch.elect_one():
-                    there = Int32(cute.arch.map_dsmem_ptr(place, 1).toint())
-                    asm_volatile("st.shared::cluster.b32 [$0], $1;", [there, number])
+                    remote_address = Int32(cute.arch.map_dsmem_ptr(number_pointer, 1).toint())
+                    asm_volatile("st.shared::cluster.b32 [$0], $1;", [remote_address, number])
                     cute.arch.fence_acq_rel_cluster()
                     cute.arch.mbarrier_arrive(full, 1)
                 cute.arch.sync_warp()
             else:
                 cute.arch.mbarrier_wait(full, phase)
                 cute.arch.fence_acq_rel_cluster()
-                number = cute.make_tensor(place, cute.make_layout(1))[0]
+                number = cute.make_tensor(number_pointer, cute.make_layout(1))[0]
                 cute.arch.sync_warp()
                 # After the last number the first CTA may be gone.
                 if number < tiles:
@@ -384,6 +423,7 @@ class TileScheduler:
 
     @cute.jit
     def walk_uniform(self, state: Any) -> Any:
+        """Put the tiles of a k_grouped product; return the next state."""
         tiles_m = (self.extents.m + (self.tile.rows - 1)) // self.tile.rows
         tiles_n = (self.extents.n + (self.tile.cols - 1)) // self.tile.cols
         tiles = tiles_m * tiles_n

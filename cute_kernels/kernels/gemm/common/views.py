@@ -1,6 +1,6 @@
-"""Views of the layout contract's buffers as (rows, K, groups), the way that TMA and MMA see them.
+"""Views of the layout contract's buffers as (rows, K, groups), as TMA and MMA see them.
 
-Row pitches and group strides are 64-bit; a mode that the grouping lacks has extent 1.
+Row pitches and group strides are 64-bit. A mode that the grouping lacks has extent 1.
 """
 
 from typing import Any
@@ -23,32 +23,34 @@ from .problem import RAGGED_ROWS, Extents, GemmArguments
 
 
 def element_type(kind: OperandKind) -> Any:
+    """Return the DSL's type of an element."""
     return getattr(cutlass, kind.dsl_types[0])
 
 
 def codes_type(kind: OperandKind) -> Any:
-    """The DSL's type of a buffer of codes: bytes where several share one."""
+    """Return the DSL's type of a buffer of codes: bytes if several codes share one."""
     return element_type(kind) if kind.bits >= 8 else cutlass.Uint8
 
 
 def scale_type(kind: OperandKind) -> Any:
+    """Return the DSL's type of a block scale."""
     name = kind.dsl_types[1]
     assert name is not None
     return getattr(cutlass, name)
 
 
-#: Stride of a mode whose coordinate ``RAGGED_ROWS`` makes the address wrap around at 2^64 bytes.
+#: Stride of a mode. Its coordinate ``RAGGED_ROWS`` makes the address wrap around at 2^64 bytes.
 _WRAP_STRIDE = 2**34
 
 
 def ragged_rows_view(matrix: cute.Tensor) -> cute.Tensor:
-    """(T, rows) as (rows, K, (ends, wrap)), so that TMA zero-fills past the end of a group.
+    """View (T, rows) as (rows, K, (ends, wrap)), so that TMA zero-fills past the end of a group.
 
     A tensor map bounds each mode by itself, and groups end anywhere. So K counts up to the fixed
-    extent ``RAGGED_ROWS``, and element k of a group that ends at row e and has n rows is at
-    ``K = RAGGED_ROWS - n + k``, ``ends = e``, ``wrap = RAGGED_ROWS``: past the group's end K leaves
-    the extent. The modes ``ends`` and ``wrap`` move the address back by ``RAGGED_ROWS - e`` rows,
-    in arithmetic modulo 2^64. Triton's ragged tensor descriptors do the same.
+    extent ``RAGGED_ROWS``. For a group that ends at row e and has n rows, element k is at ``K =
+    RAGGED_ROWS - n + k``, ``ends = e``, ``wrap = RAGGED_ROWS``: past the group's end K leaves the
+    extent. The modes ``ends`` and ``wrap`` move the address back by ``RAGGED_ROWS - e`` rows, in
+    arithmetic modulo 2^64. Triton's ragged tensor descriptors do the same.
     """
     width = matrix.element_type.width // 8
     aligned = PITCH_ALIGNMENT // width
@@ -61,12 +63,13 @@ def ragged_rows_view(matrix: cute.Tensor) -> cute.Tensor:
 
 
 def extents_of(config: GemmConfig, x: GemmArguments, m: cute.Tensor, n: cute.Tensor) -> Extents:
+    """Return the sizes of a product from its arguments and the views of operands M and N."""
     if config.gathered:
         num_rows = x.rows.shape[0]
     elif config.grouping == "m_grouped" or config.ragged_k:
         num_rows = x.a.shape[0]
     else:
-        # T itself is not known here; the most rows that the slots hold give the same slots.
+        # T itself is not known here; the most rows that the slots can hold give the same slots.
         num_rows = most_rows(n.shape[1] // TILE_ROWS, x.offs.shape[0])
     depth = (n if config.tile.swap_ab else m).shape[1]
     return Extents(
@@ -77,13 +80,17 @@ def extents_of(config: GemmConfig, x: GemmArguments, m: cute.Tensor, n: cute.Ten
 def matrix_view(
     matrix: cute.Tensor, kind: OperandKind, mn_major: bool, depth: Any = None
 ) -> cute.Tensor:
-    """An operand's matrix, or one a group, as elements (rows, K, G or 1).
+    """View an operand's matrix, or one per group, as elements (rows, K, G or 1).
 
-    ``matrix`` is ([G,] rows, K) with packed codes as bytes; ([G,] K, rows) if ``mn_major``.
-    ``depth`` is K where it may be padded along it: TMA gives zeros for the padding; else None.
+    Args:
+        matrix: ([G,] rows, K), with packed codes as bytes; ([G,] K, rows) if ``mn_major``.
+        kind: Kind of the operand.
+        mn_major: True if the operand is contiguous along rows.
+        depth: K if the matrix may be padded along it; then TMA gives zeros for the padding. None
+            otherwise.
     """
     per_item = matrix.element_type.width // kind.bits
-    # TMA takes pitches of whole 16 bytes only; the argument's own stride promises that.
+    # TMA needs pitches that are multiples of 16 bytes. The stride of the argument promises that.
     aligned = 128 // kind.bits
     pitch = cute.assume(Int64(matrix.stride[-2]) * per_item, aligned)
     shape = [matrix.shape[-2], matrix.shape[-1] * per_item, 1]
@@ -99,8 +106,8 @@ def matrix_view(
     return cute.make_tensor(cute.recast_ptr(matrix.iterator, dtype=element_type(kind)), layout)
 
 
-def paired_rows(x: cute.Tensor) -> cute.Tensor:
-    """(rows, ...) as ((2, rows / 2), ...): row 2 i + h is row i of half h."""
+def interleaved_rows(x: cute.Tensor) -> cute.Tensor:
+    """View (rows, ...) as ((2, rows / 2), ...): row 2 i + h is row i of half h."""
     half, pitch = x.shape[0] // 2, x.stride[0]
     aligned = PITCH_ALIGNMENT * 8 // x.element_type.width
     strides = (cute.assume(Int64(pitch) * half, aligned), pitch)
@@ -109,20 +116,20 @@ def paired_rows(x: cute.Tensor) -> cute.Tensor:
 
 
 def codes_view(codes: cute.Tensor, width: Any = None) -> cute.Tensor:
-    """([G,] rows, bytes) codes as bytes (rows, bytes, G or 1), of which the first ``width`` count."""
+    """View ([G,] rows, bytes) codes as (rows, width, G or 1) bytes; None is the full width."""
     groups, group_stride = 1, Int64(0)
     if len(codes.shape) == 3:
         groups = codes.shape[0]
         group_stride = cute.assume(Int64(codes.stride[0]), PITCH_ALIGNMENT)
-    rows, whole = codes.shape[-2:]
+    rows, row_bytes = codes.shape[-2:]
     pitch = cute.assume(Int64(codes.stride[-2]), PITCH_ALIGNMENT)
-    shape = (rows, whole if width is None else width, groups)
+    shape = (rows, row_bytes if width is None else width, groups)
     layout = cute.make_layout(shape, stride=(pitch, 1, group_stride))
     return cute.make_tensor(cute.recast_ptr(codes.iterator, dtype=cutlass.Uint8), layout)
 
 
 def scale_words_view(scales: cute.Tensor) -> cute.Tensor:
-    """Scale tiles ([G,] row tiles, K tiles, 512) as 32-bit words (row tiles, K tiles, words, G)."""
+    """View scale tiles ([G,] row tiles, K tiles, 512) as words (row tiles, K tiles, words, G)."""
     row_tiles, k_tiles, _ = scales.shape[-3:]
     groups = scales.shape[0] if len(scales.shape) == 4 else 1
     row_stride = cute.assume(Int64(k_tiles) * SF_TILE_WORDS, SF_TILE_WORDS)
@@ -135,7 +142,7 @@ def scale_words_view(scales: cute.Tensor) -> cute.Tensor:
 
 
 def scales_view(scales: cute.Tensor, kind: OperandKind) -> cute.Tensor:
-    """Scale tiles ([G,] rows, K tiles, 512) as (((32, 4), rows), ((vec, 4), K tiles), G or 1)."""
+    """View scale tiles ([G,] rows, K tiles, 512) as (((32, 4), rows), ((vec, 4), K tiles), G)."""
     row_tiles, k_tiles, _ = scales.shape[-3:]
     groups = scales.shape[0] if len(scales.shape) == 4 else 1
     row_stride = Int64(k_tiles) * SF_TILE_BYTES
@@ -151,7 +158,7 @@ def scales_view(scales: cute.Tensor, kind: OperandKind) -> cute.Tensor:
 
 
 def row_scales_view(scales: cute.Tensor) -> cute.Tensor:
-    """([G,] blocks along K, rows) fp32 scales as (rows, blocks along K, G or 1)."""
+    """View ([G,] blocks along K, rows) fp32 scales as (rows, blocks along K, G or 1)."""
     groups, group_stride = 1, Int64(0)
     if len(scales.shape) == 3:
         groups, group_stride = scales.shape[0], Int64(scales.stride[0])
@@ -163,7 +170,7 @@ def row_scales_view(scales: cute.Tensor) -> cute.Tensor:
 
 
 def squares_view(scales: cute.Tensor) -> cute.Tensor:
-    """([G,] blocks along rows, blocks along K) fp32 scales of squares, with the group last."""
+    """View ([G,] blocks along rows, blocks along K) fp32 scales of squares with the group last."""
     groups, group_stride = 1, Int64(0)
     if len(scales.shape) == 3:
         groups, group_stride = scales.shape[0], Int64(scales.stride[0])
@@ -173,7 +180,7 @@ def squares_view(scales: cute.Tensor) -> cute.Tensor:
 
 
 def output_view(tensor: cute.Tensor) -> cute.Tensor:
-    """(rows, cols) or (G, rows, cols) as (G or 1, rows, cols)."""
+    """View (rows, cols) or (G, rows, cols) as (G or 1, rows, cols)."""
     if len(tensor.shape) == 3:
         return tensor
     rows, cols = tensor.shape

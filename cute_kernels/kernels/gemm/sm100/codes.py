@@ -9,7 +9,13 @@ from cute_kernels.layout.shapes import PIECE_K
 
 from ..common.loader import LoadWarp, StageLoad, TmaSource
 from ..common.scheduler import TileReader, WorkTile
-from ..common.views import codes_view, paired_rows, row_scales_view, scale_words_view, squares_view
+from ..common.views import (
+    codes_view,
+    interleaved_rows,
+    row_scales_view,
+    scale_words_view,
+    squares_view,
+)
 from .config import CODES_STAGES, K_BLOCKS, Sm100GemmConfig
 from .storage import Stages
 
@@ -38,7 +44,9 @@ def codes_sources(
         name, at = f"{codes.side}_codes", _SIDES.index(codes.side)
         width = None if depth is None else depth * codes.kind.bits // 8
         view = codes_view(operands[at], width)
-        out[name] = copy(name, paired_rows(view) if codes.interleaves_halves else view, codes.tiler)
+        out[name] = copy(
+            name, interleaved_rows(view) if codes.interleaves_halves else view, codes.tiler
+        )
         if codes.scales:
             of = row_scales_view if codes.kind.has_row_scales else scale_words_view
             name += "_scales"

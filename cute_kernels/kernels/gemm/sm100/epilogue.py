@@ -31,7 +31,7 @@ from cute_kernels.device.convert import pack_words
 from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.layout.slots import TILE_ROWS
 
-from ..common.activation_epilogue import apply
+from ..common.activation_epilogue import apply_activation
 from ..common.output_store import VECTOR_BYTES, EpilogueTensors, OutputStore, out_offset, vector_at
 from ..common.problem import N_ALIGN
 from ..common.scheduler import WorkTile
@@ -173,7 +173,7 @@ class Epilogue:
                 [rounded[first + j].to(Float32) for j in range(h, step, self.halves)]
                 for h in range(self.halves)
             ]
-            words += pack_words(apply(self.config, inputs), self.config.out_dtype)
+            words += pack_words(apply_activation(self.config, inputs), self.config.out_dtype)
         return words
 
     @cute.jit
@@ -189,7 +189,7 @@ class Epilogue:
         accumulators or a part of one.
         """
         num_blocks, columns = self.config.tile.n // self.columns, self.columns // self.halves
-        level, word = self.quantized.level(tile.group), Uint32(0)
+        global_scale, word = self.quantized.global_scale(tile.group), Uint32(0)
         row_in_tile = row - tile.m_row
         slot = tile.m_sf_row + row_in_tile
         # More than 0 where the group has rows of the slot's tile.
@@ -210,7 +210,7 @@ class Epilogue:
                         values, factor, tile.group, row, left > 0, starts[step] * self.halves
                     )
                     words += self.activated(rounded)
-                scales = self.quantized.store_blocks(words, starts, row, left, level)
+                scales = self.quantized.store_blocks(words, starts, row, left, global_scale)
             else:
                 for step in range_constexpr(at_once):
                     self.acc.read(first + step, num_blocks, acc_state)

@@ -82,7 +82,7 @@ class SwappedEpilogue:
         factor = self.load_factor(tile.group, row + first, rows - first)
         biases = self.load_biases(tile.group, col)
         if const_expr(config.result is not None):
-            level = self.quantized.level(tile.group)
+            global_scale = self.quantized.global_scale(tile.group)
             # Amaxes of the tile before have been read.
             self.quantized.sync()
         self.acc.wait(acc_state)
@@ -108,7 +108,9 @@ class SwappedEpilogue:
                     load_shared(self.chunk_at(block, self.lane, i), 4) for i in range(self.chunks)
                 ]
                 at = first + self.lane
-                self.quantized.store(vectors, row + at, sf_row + at, rows - at, col, step, level)
+                self.quantized.store(
+                    vectors, row + at, sf_row + at, rows - at, col, step, global_scale
+                )
             elif const_expr(self.block_store is None):
                 cute.arch.sync_warp()
                 self.store(block, tile.group, row + first, rows - first, col)
@@ -247,7 +249,9 @@ class SwappedEpilogue:
         offset = out_offset(self.config, out, group, row + own_row, col)
         vector = cute.make_layout(per_chunk)
         if const_expr(self.config.activation is not None):
-            window = Window.of(self.config, self.tensors, group, row + own_row, col, rows - own_row)
+            window = Window.locate(
+                self.config, self.tensors, group, row + own_row, col, rows - own_row
+            )
             places = [(i, 0) for i in range(0, SWAPPED_BLOCK, rows_at_once)]
             vectors = [load_shared(self.chunk_at(block, own_row + i, chunk), 4) for i, _ in places]
             for i in range_constexpr(0, len(places), 2):

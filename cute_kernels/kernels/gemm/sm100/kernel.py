@@ -34,15 +34,15 @@ from cutlass.utils import blackwell_helpers
 from cute_kernels.device.launch import DSL_TYPES, env_stream
 
 from ..common.fakes import FakeArguments
-from ..common.loader import LoadWarp, TmaSource, each, paired
+from ..common.loader import LoadWarp, TmaSource, paired_sources, source_attributes
 from ..common.operand_kinds import OperandKind
 from ..common.output_store import EpilogueTensors, OutputStore, store_source
 from ..common.problem import Extents, GemmArguments
 from ..common.scheduler import TileReader, TileScheduler
 from ..common.views import (
     extents_of,
+    interleaved_rows,
     matrix_view,
-    paired_rows,
     ragged_rows_view,
     row_scales_view,
     scale_type,
@@ -133,7 +133,7 @@ class Sm100Gemm:
         m = self.matrix(m, config.m_kind, config.mn_major[0], depth)
         n = self.matrix(n, config.n_kind, config.mn_major[1], depth)
         if const_expr(config.interleaves_halves):
-            m, n = (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))
+            m, n = (interleaved_rows(m), n) if config.tile.swap_ab else (m, interleaved_rows(n))
         promoted = None
         if const_expr(config.promotes):
             promoted = tuple(
@@ -151,16 +151,16 @@ class Sm100Gemm:
             sources = sources._replace(
                 rows=row_source(config, x.b if config.grouping == "k_grouped" else x.a)
             )
-        tensors = EpilogueTensors.of(x)
+        tensors = EpilogueTensors.from_arguments(x)
         stores = self.stores(layouts, tensors.out, tensors.z)
         num_clusters = x.num_sms // config.tile.num_ctas
         self.kernel(
             layouts.tiled_mma,
             layouts.tiled_mma_sf,
-            each(Sources, sources, "atom"),
-            each(Sources, sources, "tensor"),
-            each(Stores, stores, "atom"),
-            each(Stores, stores, "tensor"),
+            source_attributes(Sources, sources, "atom"),
+            source_attributes(Sources, sources, "tensor"),
+            source_attributes(Stores, stores, "atom"),
+            source_attributes(Stores, stores, "tensor"),
             tensors,
             promoted,
             squares_of(config, scales),
@@ -304,7 +304,7 @@ class Sm100Gemm:
         if warp == warps.scheduler_warp_id:
             TileScheduler(config, ring, barriers.tiles, offs, extents).run()
         if warp == warps.load_warp_id:
-            sources = paired(Sources, source_atoms, source_tensors)
+            sources = paired_sources(Sources, source_atoms, source_tensors)
             loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
             gather = None
             if const_expr(config.gathered):
@@ -312,7 +312,7 @@ class Sm100Gemm:
             self.load_warp(loads, sources, shared, tiles, ab_pipeline, gather).run()
         if const_expr(config.codes):
             if warp == warps.codes_load_warp_id:
-                sources = paired(Sources, source_atoms, source_tensors)
+                sources = paired_sources(Sources, source_atoms, source_tensors)
                 codes_load_warp(config, sources, shared, cta, tiles, codes_pipeline).run()
             if warp >= warps.first_decode_warp_id:
                 DecodeWarps(

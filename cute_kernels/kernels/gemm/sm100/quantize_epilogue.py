@@ -42,7 +42,7 @@ class Rows(QuantizedRows):
         starts: list[Int32],
         row: Int32,
         left: Int32,
-        level: GlobalScaleRegisters,
+        global_scale: GlobalScaleRegisters,
     ) -> Uint32:
         """Store codes of whole blocks, whose parts begin at columns ``starts``; the word of their
         scales.
@@ -50,7 +50,7 @@ class Rows(QuantizedRows):
         size, codes, joined = self.block // 2, [], Uint32(0)
         for i in range(0, len(words), size):
             part = words[i : i + size]
-            made, stored = self.encode(part, self.amax(part), level)
+            made, stored = self.encode(part, self.amax(part), global_scale)
             codes += made
             stored = select(starts[0] + 2 * i < self.cols, stored, Uint32(0))
             joined = joined | (stored << (8 * i // size)) if i else stored
@@ -103,7 +103,7 @@ class StagedRows(Rows):
         left: Int32,
         col: Int32,
         step: Int32,
-        level: GlobalScaleRegisters,
+        global_scale: GlobalScaleRegisters,
     ) -> None:
         """Quantize the ``step``-th row of a tile that a lane has, from column ``col`` of the
         product on.
@@ -115,7 +115,7 @@ class StagedRows(Rows):
         for i in range(0, len(words), size):
             part, at = words[i : i + size], col // self.halves + 2 * i
             amax = self.shared(self.amax(part), step % 2 * (WARP_SIZE * 4))
-            codes, stored = self.encode(part, amax, level)
+            codes, stored = self.encode(part, amax, global_scale)
             self.store_codes(codes, row, at, left)
             self.store_scale(select(left > 0, stored, Uint32(0)), slot, at)
 

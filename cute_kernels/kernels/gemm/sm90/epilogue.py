@@ -214,7 +214,9 @@ class Epilogue:
             self.sync()
         slot, window = Int32(0), self.window(tile)
         block_n = self.block_n
-        level = self.quantized.level(tile.group) if self.config.quantizes_to is not None else ()
+        global_scale = (
+            self.quantized.global_scale(tile.group) if self.config.quantizes_to is not None else ()
+        )
         for repeat in range_constexpr(self.repeats):
             bias = self.load_bias(tile, repeat)
             for block in range_constexpr(config.tile.n // block_n):
@@ -228,7 +230,7 @@ class Epilogue:
                             self.copy(buffer, window, repeat, block * block_n)
                         else:
                             self.quantized.store_block(
-                                tile, buffer, window, slot, block * block_n, level
+                                tile, buffer, window, slot, block * block_n, global_scale
                             )
                         if const_expr(config.num_store_stage == 1):
                             self.sync()
@@ -418,7 +420,7 @@ class Epilogue:
         if const_expr(self.vectors < WARPGROUP_SIZE):
             if self.thread >= self.vectors:
                 rows = Int32(0)
-        return Window.of(config, self.tensors, tile.group, row, col, rows)
+        return Window.locate(config, self.tensors, tile.group, row, col, rows)
 
     @cute.jit
     def copy(self, buffer: Int32, window: Window, repeat: int, first_n: int) -> None:
@@ -442,7 +444,10 @@ class Epilogue:
                 staged = self.added(staged, window, places)
             for words, (row, col) in zip(staged, places, strict=True):
                 store_if(
-                    window.out.at(row, col * width), words, (window.rows, row), (window.cols, col)
+                    window.out.address_at(row, col * width),
+                    words,
+                    (window.rows, row),
+                    (window.cols, col),
                 )
 
     def step_of(self, i: int) -> tuple[int, int]:
@@ -461,7 +466,7 @@ class Epilogue:
         """
         dtype, width = self.config.out_dtype, DTYPE_BYTES[self.config.out_dtype]
         old = [
-            load_if(window.out.at(r, c * width), width, (window.rows, r), (window.cols, c))
+            load_if(window.out.address_at(r, c * width), width, (window.rows, r), (window.cols, c))
             for r, c in places
         ]
         pairs = [

@@ -21,7 +21,13 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device.launch import env_stream
 
 from ..common.fakes import FakeArguments
-from ..common.loader import LoadWarp, StageLoad, TmaSource, each, paired
+from ..common.loader import (
+    LoadWarp,
+    StageLoad,
+    TmaSource,
+    paired_sources,
+    source_attributes,
+)
 from ..common.operand_kinds import OPERANDS
 from ..common.output_store import EpilogueTensors, OutputStore, store_source
 from ..common.problem import Extents, GemmArguments
@@ -29,8 +35,8 @@ from ..common.scheduler import TileReader, TileScheduler
 from ..common.views import (
     codes_view,
     extents_of,
+    interleaved_rows,
     matrix_view,
-    paired_rows,
     ragged_rows_view,
     row_scales_view,
     scale_words_view,
@@ -98,7 +104,7 @@ class Sm90Gemm:
         if const_expr(config.is_decoded):
             words = scale_words_view(m_scales)
             if const_expr(config.interleaves_halves):
-                words = paired_rows(words)
+                words = interleaved_rows(words)
             scales = self.source(words, layouts.stages.m_scales, layouts.tilers.m_scales)
             sources = sources._replace(m_scales=scales)
         squares = (None, None)
@@ -111,10 +117,10 @@ class Sm90Gemm:
         if const_expr(config.gathered):
             gathered = Gathered(x.b if config.grouping == "k_grouped" else x.a, x.rows)
         self.kernel(
-            each(Sources, sources, "atom"),
-            each(Sources, sources, "tensor"),
+            source_attributes(Sources, sources, "atom"),
+            source_attributes(Sources, sources, "tensor"),
             squares,
-            EpilogueTensors.of(x),
+            EpilogueTensors.from_arguments(x),
             gathered,
             x.offs,
             extents_of(config, x, m, n),
@@ -146,7 +152,7 @@ class Sm90Gemm:
             )
         if not config.interleaves_halves:
             return m, n
-        return (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))
+        return (interleaved_rows(m), n) if config.tile.swap_ab else (m, interleaved_rows(n))
 
     def row_scales(
         self, layouts: Layouts, m_scales: cute.Tensor, n_scales: cute.Tensor
@@ -228,7 +234,7 @@ class Sm90Gemm:
             if warp == warps.scheduler_warp_id:
                 TileScheduler(config, ring, barriers.tiles, offs, extents, counter, numbers).run()
             if warp == warps.load_warp_id:
-                sources = paired(Sources, atoms, tensors)
+                sources = paired_sources(Sources, atoms, tensors)
                 loads = self.stage_loads(layouts, sources, shared, cta)
                 LoadWarp(config, *loads, tiles, ab_pipeline).run()
             if const_expr(config.gathered):

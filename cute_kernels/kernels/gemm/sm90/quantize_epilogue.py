@@ -51,9 +51,9 @@ class StagedBlocks(QuantizedRows):
         row, block = warp * _LANES + lane % _LANES, lane // _LANES
         swizzled = lane % _LANES * VECTOR_BYTES
         at = epilogue.blocks + block * config.block_bytes + row * (_LANES * VECTOR_BYTES)
-        first, level = epilogue.first_m, self.level(tile.group)
+        first, global_scale = epilogue.first_m, self.global_scale(tile.group)
         rows = tile.rows - first - row
-        window = Window.of(
+        window = Window.locate(
             config,
             epilogue.tensors,
             tile.group,
@@ -81,14 +81,16 @@ class StagedBlocks(QuantizedRows):
                         for k in range(_AT_ONCE)
                     ]
                     words += self.activate([load_shared(place, 4) for place in places])
-                made, stored = self.encode(words, self.amax(words, self.sharing, _LANES), level)
+                made, stored = self.encode(
+                    words, self.amax(words, self.sharing, _LANES), global_scale
+                )
                 live = window.moved(after, Int32(0), 1, self.halves)
                 codes += made
                 if const_expr(len(codes) >= _STORE_WORDS):
                     first_col = start + size - len(codes) * self.per_word
                     limits = (live.rows, 0), (live.cols, first_col * self.halves)
                     for j in range_constexpr(0, len(codes), _STORE_WORDS):
-                        place = live.out.at(0, self.codec.code_bytes(first_col) + 4 * j)
+                        place = live.out.address_at(0, self.codec.code_bytes(first_col) + 4 * j)
                         if const_expr(self.codec.code_words < _STORE_WORDS):
                             self.store_vector(place, codes, *limits, self.per_word * self.halves)
                         else:
@@ -136,7 +138,7 @@ class StagedBlocks(QuantizedRows):
         window: Window,
         slot: Int32,
         first: int,
-        level: GlobalScaleRegisters,
+        global_scale: GlobalScaleRegisters,
     ) -> None:
         """Quantize rows from ``first`` on of which four warpgroups have a quarter each: a lane has
         one vector.
@@ -159,8 +161,8 @@ class StagedBlocks(QuantizedRows):
             if const_expr(sharing < self.config.consumers):
                 parts += (epilogue.group & -sharing) * 4
             amax = functools.reduce(self.larger, map(bits_as_f32, load_shared(parts, sharing)))
-        codes, stored = self.encode(words, amax, level)
-        store_if(window.out.at(first, 0), codes, (rows, first), (window.cols, 0))
+        codes, stored = self.encode(words, amax, global_scale)
+        store_if(window.out.address_at(first, 0), codes, (rows, first), (window.cols, 0))
         if (lane % lanes == 0) & (window.rows > first):
             col = (tile.m_row + epilogue.first_m + epilogue.own_col) >> self.config.is_gated
             self.store_scale(stored, tile.n_sf_row + first + row, col)
