@@ -9,7 +9,7 @@ from torch import nn
 import cute_kernels
 import grouped
 from grouped import recipes
-from grouped.functional import experts
+from grouped.functional import expert_layer
 from grouped.nn import MoE
 from tests.grouped.cases import ALL_RECIPES, WEIGHT_FORMAT, close
 from tests.helpers import (
@@ -193,7 +193,7 @@ def test_activations_in_epilogues(recipe, name, monkeypatch):
     for fused in (True, False):
         moe = make_moe(recipe, **MODELS[name])
         if not fused:
-            monkeypatch.setattr(experts, "activates", lambda *_: False)
+            monkeypatch.setattr(expert_layer, "activates", lambda *_: False)
         with monkeypatch.context() as patch, torch.no_grad():
             if fused:
                 unused = ["moe_activate", "moe_gather"][: 1 + (recipe.input is None)]

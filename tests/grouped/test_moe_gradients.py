@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import cute_kernels
 import grouped
 from grouped import recipes
-from grouped.functional import experts
+from grouped.functional import experts_backward
 from grouped.nn import MoE
 from tests.grouped.cases import ALL_RECIPES, WEIGHT_FORMAT
 from tests.helpers import (
@@ -71,13 +72,13 @@ def test_gradients_are_quantized_by_the_op_that_computes_them(recipe, monkeypatc
         results = [t for seed in range(3) for t in step(moe, tokens(seed=seed))]
         return results + [t.clone() for t in moe.buffers()]
 
-    calls, quantize_gradient = [], experts.ops.moe_quantize_gradient
+    calls, quantize_gradient = [], cute_kernels.ops.moe_quantize_gradient
 
     def count(*arguments, **options):
         calls.append(1)
         return quantize_gradient(*arguments, **options)
 
-    monkeypatch.setattr(experts.ops, "moe_quantize_gradient", count)
+    monkeypatch.setattr(cute_kernels.ops, "moe_quantize_gradient", count)
     for options, is_fused in (
         ({}, True),
         ({"activation": "srelu", "recompute": True}, True),
@@ -86,7 +87,7 @@ def test_gradients_are_quantized_by_the_op_that_computes_them(recipe, monkeypatc
         moe = make_moe(recipe, **options)
         got = steps(moe)
         with monkeypatch.context() as patch:
-            patch.setattr(experts, "_quantizes_gradients", lambda *_: False)
+            patch.setattr(experts_backward, "_supports_quantized_gradient", lambda *_: False)
             assert_all_same(steps(moe), got)
         with grouped.inspect.inspect_quantization(moe):
             assert_all_same(step(moe, tokens(seed=0)), got[: 2 + len([*moe.parameters()])])

@@ -89,7 +89,7 @@ def test_a_dropped_pair_adds_no_bias():
     with torch.no_grad():
         moe.experts.down.bias[1, 3] = torch.nan
     r = grouped.compute_routing(torch.tensor([[2, -1], [1, E]]), E)
-    moe.experts.run(tokens(2), p, r, None, moe._style(BF16)).sum().backward()
+    moe.experts.run(tokens(2), p, r, None, moe._experts_options(BF16)).sum().backward()
     assert p.grad.isnan().tolist() == [[False, False], [True, False]] and not p.grad[:, 1].any()
 
 
