@@ -66,7 +66,7 @@ class BufferSpec(NamedTuple):
         return out.zero_() if zeroed else out
 
 
-class MemberPart(NamedTuple):
+class MemberSpan(NamedTuple):
     """One member's part of a flat buffer of groups that have shapes of their own.
 
     Attributes:
@@ -79,7 +79,7 @@ class MemberPart(NamedTuple):
     start: int
     end: int
 
-    def of(self, buffer: Tensor) -> Tensor:
+    def view_of(self, buffer: Tensor) -> Tensor:
         """The part of ``buffer``, of the shape of ``spec``: a view."""
         *rows, width = self.spec.shape
         pitch = width if self.spec.pitch is None else self.spec.pitch
@@ -119,10 +119,10 @@ def buffers(
         vector of the second level has one number a group or a row.
 
         With ``shapes`` every buffer is flat: the parts of the members one after the other, as
-        ``member_parts`` has them. The capacity counts for none of them.
+        ``member_spans`` has them. The capacity counts for none of them.
     """
     if shapes is not None:
-        parts = member_parts(fmt, shapes, rowwise=rowwise, columnwise=columnwise)
+        parts = member_spans(fmt, shapes, rowwise=rowwise, columnwise=columnwise)
         return {name: BufferSpec((p[-1].end,), p[-1].spec.dtype) for name, p in parts.items()}
     *rows, cols = shape
     batch: tuple[int, ...] = ()
@@ -149,9 +149,9 @@ def buffers(
     return found
 
 
-def member_parts(
+def member_spans(
     fmt: Format, shapes: Sequence[Sequence[int]], *, rowwise: bool = True, columnwise: bool = False
-) -> dict[str, list[MemberPart]]:
+) -> dict[str, list[MemberSpan]]:
     """Where each member (m, n) lies in the flat buffers of groups that have shapes of their own.
 
     A member's part of a buffer is that buffer of a uniform tensor of this one group, row pitch
@@ -166,13 +166,13 @@ def member_parts(
         buffers(fmt, (1, *shape), None, rowwise=rowwise, columnwise=columnwise) for shape in shapes
     ]
     vectors = _vectors(fmt)
-    found: dict[str, list[MemberPart]] = {}
+    found: dict[str, list[MemberSpan]] = {}
     for name, first in of_members[0].items():
         step = 1 if name in vectors else MEMBER_ALIGNMENT // first.dtype.itemsize
         found[name], start = [], 0
         for specs in of_members:
             end = round_up(start + specs[name].extent, step)
-            found[name].append(MemberPart(specs[name], start, end))
+            found[name].append(MemberSpan(specs[name], start, end))
             start = end
     return found
 

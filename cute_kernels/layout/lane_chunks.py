@@ -15,7 +15,7 @@ from .shapes import PIECE_K
 DECODED_SCALE = {"float16": 2.0**-14, "bfloat16": 2.0**-7}
 
 
-def in_pieces(values: Tensor) -> Tensor:
+def in_lane_order(values: Tensor) -> Tensor:
     """Values (R, K) in the order in which instructions contract them.
 
     Returns:

@@ -325,7 +325,7 @@ def assert_folder_refused(folder, message):
 
 
 def test_rename_must_not_map_two_tensors_to_one(sharded_folder):
-    message = r"would be experts.0.gate_proj.weight, .* rename them apart"
+    message = r"would be experts.0.gate_proj.weight, .* keeps them apart"
     with pytest.raises(ValueError, match=message):
         checkpoint.load(two_mixtures(), sharded_folder, rename={r"^\d\.": ""})
 

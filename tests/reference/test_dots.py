@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from cute_kernels.formats import FP8, MXFP8, FP8Block
-from cute_kernels.reference.dots import Adder, dot
+from cute_kernels.reference.dots import AccumulationModel, dot
 from cute_kernels.reference.operands import Rows
 from cute_kernels.reference.tensor_core import NAN_BITS
 from tests.helpers import E4M3, E5M2, F32, U8, assert_same_bytes
@@ -45,7 +45,7 @@ def block_rows(x, scales=1.0, fmt=None):
 @pytest.mark.parametrize("b_dtype", DTYPES.values(), ids=DTYPES)
 def test_partial_sums_of_all_codes_are_exact(a_dtype, b_dtype):
     a, b = finite_codes(24, 128, a_dtype), finite_codes(24, 128, b_dtype)
-    assert_same_bytes(dot(block_rows(a), block_rows(b), Adder()), exact_dot(a, b))
+    assert_same_bytes(dot(block_rows(a), block_rows(b), AccumulationModel()), exact_dot(a, b))
 
 
 def test_partial_sums_that_fp64_rounds():
@@ -56,7 +56,7 @@ def test_partial_sums_that_fp64_rounds():
     a[:, 0], a[:, 1] = 2.0**15, 2.0**14  # 2^30 and half of its last place, 2^6
     a[1, 2], a[2, 2] = 2.0**-16, -(2.0**-16)
     a, b = codes(a, E5M2), codes(b, E5M2)
-    got = dot(block_rows(a), block_rows(b), Adder())
+    got = dot(block_rows(a), block_rows(b), AccumulationModel())
     assert got.flatten().tolist() == [2.0**30, 2.0**30 + 2**7, 2.0**30]
     assert_same_bytes(got, exact_dot(a, b))
 
@@ -65,10 +65,10 @@ def test_partial_sums_that_fp64_rounds():
 @each_a
 def test_inf_and_nan_reach_their_rows_only(core, a_dtype):
     a, b = finite_codes(4, 160, a_dtype), finite_codes(5, 160, E5M2)
-    clean = dot(block_rows(a), block_rows(b), Adder(core))
+    clean = dot(block_rows(a), block_rows(b), AccumulationModel(core))
     bad = b.clone()
     bad[1, 3], bad[2, 140] = torch.inf, torch.nan
-    got = dot(block_rows(a), block_rows(bad), Adder(core))
+    got = dot(block_rows(a), block_rows(bad), AccumulationModel(core))
     with_inf = a[:, 3].float() * torch.inf
     is_nan = with_inf.isnan()
     assert got[:, 1][~is_nan].equal(with_inf[~is_nan]) and got[:, 1][is_nan].isnan().all()
@@ -86,7 +86,9 @@ def test_scales_whose_product_no_fp32_number_holds(pow2):
     small, large = 2.0**-127, 2.0**126
 
     def run(first, second):
-        return dot(block_rows(a, first, fmt), block_rows(b, second, fmt), Adder()).item()
+        return dot(
+            block_rows(a, first, fmt), block_rows(b, second, fmt), AccumulationModel()
+        ).item()
 
     assert run(small, large) == 2.0**6
     assert run(large, large) == torch.inf
@@ -109,9 +111,9 @@ def test_the_scale_of_single_rows_comes_first():
         ((square, small), (rows, large), torch.inf),
     ):
         sides = block_rows(a, *first[::-1]), block_rows(b, *second[::-1])
-        assert dot(*sides, Adder()).item() == want
+        assert dot(*sides, AccumulationModel()).item() == want
         # Kernels for sm_90a multiply both scales first.
-        assert dot(*sides, Adder("sm_90a")).item() == 2.0**33
+        assert dot(*sides, AccumulationModel("sm_90a")).item() == 2.0**33
 
 
 def mx_rows(x, exponents):
@@ -131,7 +133,7 @@ def test_powers_of_two_beyond_fp32(core):
         (0, 200, unit * 2.0**-54),
         (0, 0, 0.0),
     ):
-        assert dot(mx_rows(a, of_a), mx_rows(b, of_b), Adder(core)).item() == want
+        assert dot(mx_rows(a, of_a), mx_rows(b, of_b), AccumulationModel(core)).item() == want
 
 
 @each_core
@@ -139,19 +141,22 @@ def test_a_scale_that_is_nan(core):
     a, b = codes(torch.ones(2, 64)), codes(torch.ones(3, 64))
     scales = torch.full((2, 2), 127, dtype=U8)
     scales[1, 1] = 255
-    got = dot(mx_rows(a, scales), mx_rows(b, 127), Adder(core))
+    got = dot(mx_rows(a, scales), mx_rows(b, 127), AccumulationModel(core))
     assert got[0].tolist() == [64.0] * 3 and got[1].isnan().all()
 
 
 def test_blocks_of_mxfp8_on_hopper_lose_nothing_to_each_other():
     """Each has an accumulator of its own; a block 2^20 below another one counts in full."""
     a, b = codes(torch.ones(1, 64)), codes(torch.ones(1, 64))
-    assert dot(mx_rows(a, [127, 107]), mx_rows(b, 127), Adder("sm_90a")).item() == 32 + 2.0**-15
+    assert (
+        dot(mx_rows(a, [127, 107]), mx_rows(b, 127), AccumulationModel("sm_90a")).item()
+        == 32 + 2.0**-15
+    )
     # In one accumulator the products of the second block are below its 13 bits.
     values = codes([[1.0] * 32 + [2.0**-9] * 32])
     pair = Rows(values, FP8()), Rows(b, FP8())
-    assert dot(*pair, Adder("sm_90a")).item() == 32
-    assert dot(*pair, Adder("sm_100a")).item() == 32 + 2.0**-4
+    assert dot(*pair, AccumulationModel("sm_90a")).item() == 32
+    assert dot(*pair, AccumulationModel("sm_100a")).item() == 32 + 2.0**-4
 
 
 @each_core
@@ -160,10 +165,12 @@ def test_tiles_do_not_show(core, rows):
     a, b = finite_codes(rows, 272, E4M3), finite_codes(300, 272, E4M3)
     scales = [torch.rand(len(x), 3) + 0.5 for x in (a, b)]
     fmt = FP8Block(pow2_scales=False)
-    whole = dot(block_rows(a, scales[0], fmt), block_rows(b, scales[1], fmt), Adder(core))
+    whole = dot(
+        block_rows(a, scales[0], fmt), block_rows(b, scales[1], fmt), AccumulationModel(core)
+    )
     for i, j in ((0, 0), (rows - 1, 299), (rows // 2, 150)):
         one = [
             block_rows(x[k : k + 1], s[k : k + 1], fmt)
             for x, s, k in zip((a, b), scales, (i, j), strict=True)
         ]
-        assert_same_bytes(dot(*one, Adder(core)), whole[i : i + 1, j : j + 1])
+        assert_same_bytes(dot(*one, AccumulationModel(core)), whole[i : i + 1, j : j + 1])

@@ -51,7 +51,7 @@ def test_published_vectors(counter, key, rounds, want):
 
 @pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (1 << 40, 5), (7, -(2**63)), (3, 2**63 - 1)])
 def test_bytes_are_those_of_the_stated_counter(seed):
-    draws = reference.KeyedDraws(torch.tensor(seed), 48)
+    draws = reference.SeededRandomNumbers(torch.tensor(seed), 48)
     rows = torch.tensor([0, 3, 1 << 33])
     found = draws.rows(rows).view(3, 3, 16)
     for (i, row), block in itertools.product(enumerate(rows.tolist()), range(3)):
@@ -67,7 +67,7 @@ def test_bytes_are_those_of_the_stated_counter(seed):
 
 def test_bit_63_of_the_second_number_is_not_read_and_all_others_are():
     def bytes_of(*seed):
-        draws = reference.KeyedDraws(torch.tensor(seed), 16)
+        draws = reference.SeededRandomNumbers(torch.tensor(seed), 16)
         return draws.rows(torch.arange(4)), draws.tiles(torch.arange(1))
 
     base = bytes_of(0, 0)
@@ -109,7 +109,7 @@ def test_rounding_to_nearest_as_values():
 
 @pytest.mark.parametrize("missing", ["rowwise", "columnwise"])
 def test_bytes_that_are_missing(missing):
-    draws = reference.GivenDraws()
+    draws = reference.GivenRandomNumbers()
     with pytest.raises(ValueError, match=f"{missing} is None"):
         (draws.rows if missing == "rowwise" else draws.tiles)(torch.arange(1))
 

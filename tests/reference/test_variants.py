@@ -4,7 +4,7 @@ import torch
 
 from cute_kernels import reference
 from cute_kernels.formats import parse
-from cute_kernels.layout.buffers import member_parts
+from cute_kernels.layout.buffers import member_spans
 from cute_kernels.layout.slots import uniform_tiles
 from cute_kernels.reference.codecs.nvfp4 import _square_sum, _sum
 from cute_kernels.reference.groups import Groups
@@ -121,18 +121,20 @@ def test_draws_of_groups_with_shapes_of_their_own(text):
     names = fmt.buffer_names(False) + fmt.buffer_names(True)
     call = (text, None, None, True, True, None, seed_of(text))
     got = ops.grouped_quantize(torch.cat([m.flatten() for m in members]), *call, shapes=flat)
-    found, parts = dict(zip(names, got, strict=True)), member_parts(fmt, shapes, columnwise=True)
+    found, parts = dict(zip(names, got, strict=True)), member_spans(fmt, shapes, columnwise=True)
     before = [0, 0]
     for i, member in enumerate(members):
         want = dict(zip(names, map(torch.clone, ops.grouped_quantize(member, *call)), strict=True))
         _, rows, cols = member.shape
-        draws = reference.GivenDraws(*drawn(rows, cols, *before))
+        draws = reference.GivenRandomNumbers(*drawn(rows, cols, *before))
         groups = Groups.uniform(1, rows, member.device)
         reference.quantize(
-            reference.Elements(member), groups, fmt, want, reference.Given(draws=draws)
+            reference.Elements(member), groups, fmt, want, reference.QuantizeInputs(random=draws)
         )
         for buffer, t in want.items():
-            assert_same_bytes(parts[buffer][i].of(found[buffer]), t, f"{buffer} of {member.shape}")
+            assert_same_bytes(
+                parts[buffer][i].view_of(found[buffer]), t, f"{buffer} of {member.shape}"
+            )
         before[0] += rows * cols // 16
         before[1] += uniform_tiles(rows) * 8 * cols
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.layout.buffers import BufferSpec, member_parts
+from cute_kernels.layout.buffers import BufferSpec, member_spans
 from cute_kernels.reference.groups import Groups
 
 from ..checks import (
@@ -126,11 +126,11 @@ class GroupedDequantize(FormatOp):
     ) -> Iterator[tuple[GroupedDequantize, list[Tensor]]]:
         """Each group that has a shape of its own as a call for itself, with its output: views."""
         shapes, columnwise = pairs(self.shapes or ()), self.columnwise
-        parts = member_parts(self.record, shapes, rowwise=not columnwise, columnwise=columnwise)
+        parts = member_spans(self.record, shapes, rowwise=not columnwise, columnwise=columnwise)
         of_buffers = [parts[name] for name in self.record.operand_names(columnwise)]
         for i, of_member in enumerate(member_views(outputs[0], shapes)):
             buffers = zip(of_buffers, (self.codes, *self.scales), strict=True)
-            codes, *scales = (of_members[i].of(buffer) for of_members, buffer in buffers)
+            codes, *scales = (of_members[i].view_of(buffer) for of_members, buffer in buffers)
             yield (
                 dataclasses.replace(
                     self, codes=codes, scales=scales, rows=shapes[i][0], shapes=None
@@ -144,5 +144,5 @@ class GroupedDequantize(FormatOp):
                 op.run_reference(of_member, **options)
             return
         (out,) = outputs
-        groups = Groups.of(self.shape, self.offs, self.device)
+        groups = Groups.from_shape(self.shape, self.offs, self.device)
         reference.dequantize(groups, self.record, (self.codes, *self.scales), self.columnwise, out)

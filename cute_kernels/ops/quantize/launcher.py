@@ -85,7 +85,9 @@ def no_elements(op: GroupedQuantize) -> Runner:
             if level is not None and level.per == "group":
                 vectors = fmt.buffer_names(columnwise)[-len(level.buffers) :]
                 # One for both directions, or one each.
-                vectors_of = codec.level(amax.expand(2, -1)[int(columnwise)], op.scale)
+                vectors_of = codec.global_scale_vectors(
+                    amax.expand(2, -1)[int(columnwise)], op.scale
+                )
                 for name, vector in zip(vectors, vectors_of, strict=True):
                     out[name].copy_(vector)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.layout.buffers import BufferSpec, buffers, member_parts
+from cute_kernels.layout.buffers import BufferSpec, buffers, member_spans
 from cute_kernels.layout.slots import TILE_ROWS, uniform_tiles
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.random_numbers import BLOCK as DRAWN
@@ -188,7 +188,7 @@ class GroupedQuantize(FormatOp):
     def members(self, outputs: Sequence[Tensor]) -> Iterator[tuple[GroupedQuantize, list[Tensor]]]:
         """Each group that has a shape of its own as a call for itself, with its outputs: views."""
         shapes = pairs(self.shapes or ())
-        parts = member_parts(self.record, shapes, rowwise=self.rowwise, columnwise=self.columnwise)
+        parts = member_spans(self.record, shapes, rowwise=self.rowwise, columnwise=self.columnwise)
         of_x = [(m, input_columns(n, self.activation)) for m, n in shapes]
         for i, x in enumerate(member_views(self.x, of_x)):
             amax, scale = (v if v is None else v[..., i : i + 1] for v in (self.amax, self.scale))
@@ -196,7 +196,7 @@ class GroupedQuantize(FormatOp):
             yield (
                 op,
                 [
-                    of_members[i].of(buffer)
+                    of_members[i].view_of(buffer)
                     for of_members, buffer in zip(parts.values(), outputs, strict=True)
                 ],
             )
@@ -231,11 +231,15 @@ class GroupedQuantize(FormatOp):
         x = self.x
         if self.rows is not None and len(x):
             x = x[self.rows.long().clamp(0, len(x) - 1)]
-        groups = Groups.of(x.shape, self.offs, self.device)
+        groups = Groups.from_shape(x.shape, self.offs, self.device)
         elements = elements_of(x, self.activation, rounds_activation=self.record.rounds_activation)
         draws = None
         if self.seed is not None:
-            draws = reference.KeyedDraws(self.seed, elements.cols, drawn_before)
+            draws = reference.SeededRandomNumbers(self.seed, elements.cols, drawn_before)
         reference.quantize(
-            elements, groups, self.record, out, reference.Given(self.amax, self.scale, draws)
+            elements,
+            groups,
+            self.record,
+            out,
+            reference.QuantizeInputs(self.amax, self.scale, draws),
         )

@@ -88,7 +88,9 @@ class GroupedAmax(Op):
 
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
         (amax,) = outputs
-        reference.grouped_amax(self.x, Groups.of(self.x.shape, self.offs, self.device), amax)
+        reference.grouped_amax(
+            self.x, Groups.from_shape(self.x.shape, self.offs, self.device), amax
+        )
 
 
 @register
@@ -121,5 +123,7 @@ class GroupedDbias(Op):
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
         (dbias,) = outputs
         reference.grouped_dbias(
-            reference.Elements(self.dy), Groups.of(self.dy.shape, self.offs, self.device), dbias
+            reference.Elements(self.dy),
+            Groups.from_shape(self.dy.shape, self.offs, self.device),
+            dbias,
         )
