@@ -309,7 +309,7 @@ def test_folders_that_are_wrong(tmp_path):
         with pytest.raises(ValueError, match=message):
             checkpoint.load(two, a, rename={r"^\d\.": ""})
 
-    check(r"would be experts.0.gate_proj.weight, .* rename them apart")
+    check(r"would be experts.0.gate_proj.weight, .* keeps them apart")
     for content, message in (
         ({}, "no weight_map"),
         ({"weight_map": {"x": "../a/" + first}}, "outside of its folder"),
