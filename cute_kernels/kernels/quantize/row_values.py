@@ -17,7 +17,8 @@ from cute_kernels.layout.shapes import DECODED_CHUNK_K
 
 from .config import ValuesConfig
 from .fakes import FakeBuffers
-from .row_quantizer import Lane, RowsQuantizer
+from .row_quantizer import RowsQuantizer
+from .row_team import Lane
 
 
 class RowValuesQuantizer(RowsQuantizer):
