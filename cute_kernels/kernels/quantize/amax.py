@@ -49,7 +49,6 @@ class AmaxKernels:
     arch: str
     maker: ElementMaker | None
     keeps_nan: bool = False
-    #: Writes the levels of ``initialize_global_scales``.
     levels: GlobalScaleWriter
 
     @cute.jit

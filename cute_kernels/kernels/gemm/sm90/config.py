@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from cute_kernels.layout.lane_chunks import DECODED_SCALE
-from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS
+from cute_kernels.layout.shapes import DECODED_CHUNK_K, SF_TILE_ROWS
 
 from ..common.config import GemmConfig
 from ..common.operand_kinds import DTYPE_BYTES, OPERANDS
@@ -35,7 +35,7 @@ from ..common.rules import Rule
 #: the lanes of a quad read at once, see ``decode``, and two of them in tiles of up to
 #: ``_LONG_STAGE_N`` columns, whose instructions are short beside what a stage costs.
 _STAGE_ROW_BYTES = 128
-_LONG_STAGE_K = 2 * PIECE_K
+_LONG_STAGE_K = 2 * DECODED_CHUNK_K
 _LONG_STAGE_N = 16
 #: Columns up to which a tile's instructions are short beside what a group of them costs.
 _SHORT_N = 64
@@ -332,11 +332,11 @@ class Sm90GemmConfig(GemmConfig):
     def stage_k(self) -> int:
         if not self.is_decoded:
             return _STAGE_ROW_BYTES * 8 // self.multiplied_bits
-        return _LONG_STAGE_K if self.tile.n <= _LONG_STAGE_N else PIECE_K
+        return _LONG_STAGE_K if self.tile.n <= _LONG_STAGE_N else DECODED_CHUNK_K
 
     @property
     def pieces(self) -> int:
-        return self.stage_k // PIECE_K
+        return self.stage_k // DECODED_CHUNK_K
 
     @property
     def promotes(self) -> bool:

@@ -21,7 +21,7 @@ from cute_kernels.device.codecs.e2m1_fp16 import high_bytes, scales_as_fp16, tim
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import asm
 from cute_kernels.layout.shapes import (
-    PIECE_K,
+    DECODED_CHUNK_K,
     SF_TILE_BYTES,
     SF_TILE_COLS,
     SF_TILE_ROWS,
@@ -144,10 +144,10 @@ class FragmentDecoder:
         self.group_blocks = config.k_blocks // config.k_groups
         self.groups_of_piece = config.k_groups // config.pieces
         #: Bytes of codes of a row and of all rows of a piece.
-        self.row_bytes = PIECE_K * config.kind.bits // 8
+        self.row_bytes = DECODED_CHUNK_K * config.kind.bits // 8
         self.piece_bytes = config.tile.m * self.row_bytes
         #: Bytes of scale tiles of 128 rows: of a piece, and of a stage.
-        self.piece_scale_bytes = PIECE_K // config.kind.scale_tile_k * SF_TILE_BYTES
+        self.piece_scale_bytes = DECODED_CHUNK_K // config.kind.scale_tile_k * SF_TILE_BYTES
         self.scale_row_bytes = config.pieces * self.piece_scale_bytes
         #: Whether rows are those of two tiles of scales by turns; bytes from a row's scales to the
         #: next's.
