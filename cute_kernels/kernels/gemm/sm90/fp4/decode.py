@@ -46,11 +46,11 @@ _PREPACKED_PAIRS = (
 #: Codes t and t + 4 of a word, t = 0 .. 3, as two bf16: the bits s, and the bits eem.
 _BF16_PAIRS = [
     """{{
-	.reg .b32 x, y;
-	{0}
-	{1}
-	and.b32 y, y, 0x01C001C0;
-	lop3.b32 $0, x, 0x80008000, y, 0xEA;
+    .reg .b32 x, y;
+    {0}
+    {1}
+    and.b32 y, y, 0x01C001C0;
+    lop3.b32 $0, x, 0x80008000, y, 0xEA;
 }}""".format(*shifts)
     for shifts in (
         ("mul.lo.u32 x, $1, 4096;", "mul.lo.u32 y, $1, 64;"),
@@ -61,17 +61,17 @@ _BF16_PAIRS = [
 ]
 #: Two block scales to bf16, times 2^119.
 _BF16_SCALES = """{
-	.reg .b32 pair;
-	.reg .b16 codes, high, lo, hi;
-	.reg .f32 x, y;
-	mov.b32 {codes, high}, $1;
-	cvt.rn.f16x2.e4m3x2 pair, codes;
-	mov.b32 {lo, hi}, pair;
-	cvt.f32.f16 x, lo;
-	cvt.f32.f16 y, hi;
-	mul.rn.f32 x, x, 0f7B000000;
-	mul.rn.f32 y, y, 0f7B000000;
-	cvt.rn.bf16x2.f32 $0, y, x;
+    .reg .b32 pair;
+    .reg .b16 codes, high, lo, hi;
+    .reg .f32 x, y;
+    mov.b32 {codes, high}, $1;
+    cvt.rn.f16x2.e4m3x2 pair, codes;
+    mov.b32 {lo, hi}, pair;
+    cvt.f32.f16 x, lo;
+    cvt.f32.f16 y, hi;
+    mul.rn.f32 x, x, 0f7B000000;
+    mul.rn.f32 y, y, 0f7B000000;
+    cvt.rn.bf16x2.f32 $0, y, x;
 }"""
 
 
