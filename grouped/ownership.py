@@ -1,18 +1,17 @@
 """Owners of parameters: code elsewhere that shards, moves, shares or computes a module's weight.
 
-A weight that is replaced behind the back of its owner is lost: FSDP2 puts its own tensor back at the
-next call, an optimizer goes on with the old one. Functions that replace weights ask
+If a weight is replaced without its owner, the new weight is lost: FSDP2 puts its own tensor back at
+the next call, an optimizer continues with the old one. Functions that replace weights ask
 ``Ownership`` before they change anything, and ``retire`` the old parameters afterwards::
 
   Ownership(model).check_replaceable([(layer, "weight")], "prepare()")
   old, layer.weight = layer.weight, nn.Parameter(new)
   retire([old], "prepare()")
 
-Owners are recognized by attributes and by modules that are imported already, so that asking costs
-no import of ``torch.distributed``, peft or accelerate. Two owners cannot be seen from here, and are
-caught
-later: an optimizer raises at its next step (``retire``), and ``DistributedDataParallel`` around a
-module that is passed without the wrapper raises at its second forward pass.
+Owners are recognized by attributes and by modules that are imported already, so nothing here
+imports ``torch.distributed``, peft or accelerate. Two owners cannot be recognized here and raise
+later. An optimizer raises at its next step (``retire``). ``DistributedDataParallel`` raises at its
+second forward pass, if the module is passed without that wrapper.
 """
 
 import functools
@@ -35,11 +34,10 @@ class Owner(NamedTuple):
     """Code that manages a parameter.
 
     Attributes:
-        kind: a key of ``RULES``.
-        rule: why the parameter cannot be replaced.
-        advice: a way out.
-        manager: the object that manages it, such as FSDP2's ``FSDPParam``; None where there is
-            none.
+        kind: A key of ``RULES``.
+        rule: Reason why the parameter cannot be replaced.
+        advice: What the user can do instead.
+        manager: Object that manages it, such as FSDP2's ``FSDPParam``, or None.
     """
 
     kind: str
@@ -48,8 +46,7 @@ class Owner(NamedTuple):
     manager: Any = None
 
 
-#: The rule and the way out of each kind of owner. A new kind is recognized in ``Ownership.owner``
-#: or in ``_kind_of``.
+#: Rule and advice for each kind of owner. ``Ownership.owner`` or ``_parameter_kind`` recognizes it.
 RULES: dict[str, tuple[str, str]] = {
     "fsdp": (
         "FSDP2 (fully_shard) shards it, and puts its own tensor back at the next call",
@@ -74,11 +71,13 @@ RULES: dict[str, tuple[str, str]] = {
     ),
     "peft": (
         "a PEFT adapter adds to it (target_parameters, modules_to_save)",
-        "Merge the adapter first (merge_and_unload), or let it target other modules, such as attention",
+        "Merge the adapter first (merge_and_unload), or let it target other modules, such as "
+        "attention",
     ),
     "accelerate": (
         "a hook of accelerate offloads it, and loads the old values again at the next call",
-        "Do it before the model is dispatched or offloaded; cpu_offload takes quantized weights afterwards. "
+        "Do it before the model is dispatched or offloaded; cpu_offload takes quantized weights "
+        "afterwards. "
         "Or remove the hooks first: accelerate.hooks.remove_hook_from_submodules",
     ),
     "computed": (
@@ -91,14 +90,16 @@ RULES: dict[str, tuple[str, str]] = {
     ),
     "bitsandbytes": (
         "bitsandbytes holds it in codes of its own (load_in_4bit, load_in_8bit)",
-        "Leave the experts out of its quantization, as by llm_int8_skip_modules, or load the model without it",
+        "Leave the experts out of its quantization, as by llm_int8_skip_modules, or load the "
+        "model without it",
     ),
     "subclass": (
         "another library's tensor class holds it",
         "Load the model with plain weights, in bfloat16, float16 or float32",
     ),
     "hooked": (
-        "a hook on its gradient (register_hook, register_post_accumulate_grad_hook) would stay with the old one",
+        "a hook on its gradient (register_hook, register_post_accumulate_grad_hook) would stay "
+        "with the old one",
         "Register hooks afterwards, on the new parameter",
     ),
     "tied": (
@@ -106,11 +107,11 @@ RULES: dict[str, tuple[str, str]] = {
         "Untie it first, by a parameter of its own for each module",
     ),
 }
-#: Kinds whose parameters do not hold their values, so that nothing can be written into them either.
+#: Kinds whose parameters do not contain their values, so that they cannot be written either.
 UNFILLABLE = frozenset(
     {"fsdp1", "deepspeed", "accelerate", "parametrize", "computed", "bitsandbytes"}
 )
-#: Kinds by the name of a parameter's class, where its library may not be imported for the question.
+#: Kinds by the name of a parameter's class, so that its library need not be imported.
 _CLASSES = {"Params4bit": "bitsandbytes", "Int8Params": "bitsandbytes"}
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -120,7 +121,7 @@ def _owner(kind: str, manager: Any = None) -> Owner:
 
 
 class Ownership:
-    """The owners of all parameters under ``root``, found in one walk over its modules."""
+    """Owners of all parameters under ``root``, found in one walk over its modules."""
 
     def __init__(self, root: nn.Module) -> None:
         self._paths: dict[int, str] = {}
@@ -142,8 +143,9 @@ class Ownership:
                     self._holders.setdefault(id(parameter), []).append((module, name))
 
     def path(self, module: nn.Module, name: str) -> str:
-        """Name of a parameter as in ``root.state_dict()``; by the class of its module if that is
-        not under ``root``.
+        """Return the name of a parameter as in ``root.state_dict()``.
+
+        The class of the module stands for its path if the module is not under ``root``.
         """
         return f"{self._paths.get(id(module), type(module).__name__)}.{name}".lstrip(".")
 
@@ -151,9 +153,9 @@ class Ownership:
         """Return the owner of a parameter, or None if the module alone has it.
 
         Args:
-            module: the module that holds the parameter.
-            name: its name there.
-            together: all parameters that are replaced at once: those may be tied to each other.
+            module: The module that holds the parameter.
+            name: Its name there.
+            together: All parameters that are replaced at once; they may be tied to each other.
         """
         key = (id(module), name)
         if key in self._sharded:
@@ -165,7 +167,7 @@ class Ownership:
         parameter = module._parameters.get(name)
         if parameter is None:
             return _owner("computed")
-        kind = _kind_of(parameter)
+        kind = _parameter_kind(parameter)
         if kind in ("meta", None) and id(module) in self._offloaded:
             kind = "accelerate"
         if kind in ("hooked", None) and id(parameter) in self._reduced:
@@ -183,42 +185,44 @@ class Ownership:
         them again.
 
         Args:
-            targets: modules under the root, and the names of their parameters.
-            purpose: what is done, such as ``"prepare()"``, for the message.
-            allow: kinds of owners, keys of ``RULES``, that the caller handles.
+            targets: Modules under the root, and the names of their parameters.
+            purpose: Name of the caller, such as ``"prepare()"``, for the message.
+            allow: Kinds of owners, keys of ``RULES``, that the caller handles.
 
         Raises:
-            ValueError: a parameter has an owner; the message names parameter, owner and a way
-                out.
+            ValueError: A parameter has an owner; the message names the parameter, the owner and an
+                alternative.
         """
         targets, allow = list(targets), set(allow)
         for module, name in targets:
             owner = self.owner(module, name, targets)
             if owner is not None and owner.kind not in allow:
                 raise ValueError(
-                    f"{purpose} cannot replace {self.path(module, name)}: {owner.rule}. {owner.advice}"
+                    f"{purpose} cannot replace {self.path(module, name)}: {owner.rule}. "
+                    f"{owner.advice}"
                 )
 
     def is_shared(self, parameter: Tensor) -> bool:
-        """Tell whether the parameter has several names under ``root``."""
+        """Return True if the parameter has several names under ``root``."""
         return len(self._holders.get(id(parameter), ())) > 1
 
     def has_other_holder(
         self, module: nn.Module, name: str, together: Iterable[Target] = ()
     ) -> bool:
-        """Tell whether a module has the parameter under a name that is not replaced with it; also
-        of a DTensor.
+        """Return True if a module has the parameter under a name that is not replaced with it.
+
+        The parameter may be a DTensor.
         """
         holders = self._holders.get(id(module._parameters.get(name)), ())
         names = {(id(holder), key) for holder, key in holders} - {(id(module), name)}
-        return bool(names) and not names <= {(id(other), key) for other, key in together}
+        return bool(names) and not names <= {(id(holder), key) for holder, key in together}
 
 
 class FsdpWatch:
-    """Refusal of parameters that are assigned to a module whose own FSDP2 shards.
+    """Check of parameters that are assigned to a module whose parameters FSDP2 shards.
 
-    FSDP2 assigns its own tensors at each call, so that the answer is kept; it finds others at no
-    time.
+    FSDP2 assigns its own tensors at each call, so the managers are cached; it never notices other
+    tensors.
     """
 
     def __init__(self) -> None:
@@ -235,7 +239,8 @@ class FsdpWatch:
         manager = self._managers.get(name)
         if manager is None or not any(value is t for t in _tensors_of(manager)):
             manager = next(
-                (found for found, key in _fsdp_parameters() if key == (id(module), name)), None
+                (candidate for candidate, key in _fsdp_parameters() if key == (id(module), name)),
+                None,
             )
             if manager is None:
                 return
@@ -245,19 +250,20 @@ class FsdpWatch:
             present = module._parameters.get(name)
             if not any(present is t for t in (sharded, gathered, between)):
                 raise RuntimeError(
-                    f"{type(module).__name__}.{name} was replaced, but FSDP2 (fully_shard) goes on with its own tensor: copy_() "
-                    "into the parameter, or replace it before fully_shard"
+                    f"{type(module).__name__}.{name} was replaced, but FSDP2 (fully_shard) goes on "
+                    "with its own tensor: copy_() into the parameter, or replace it before "
+                    "fully_shard"
                 )
-        elif not hasattr(
-            value, "_local_tensor"
-        ):  # FSDP2 takes a DTensor of load_state_dict(assign=True).
+        elif not hasattr(value, "_local_tensor"):
+            # FSDP2 accepts a DTensor, as load_state_dict(assign=True) assigns it.
             rule, advice = RULES["fsdp"]
             raise ValueError(f"{type(module).__name__}.{name} cannot be assigned: {rule}. {advice}")
 
 
 def _tensors_of(manager: Any) -> tuple[Any, ...]:
-    """The tensors that FSDP2 sets as a parameter: the shard, what was gathered, and what lies
-    between calls.
+    """Return the tensors that FSDP2 sets as a parameter.
+
+    They are the shard, the gathered tensor, and the tensor between forward and backward.
     """
     between = getattr(manager, "_sharded_post_forward_param", None)
     return manager.sharded_param, getattr(manager, "_unsharded_param", None), between
@@ -265,14 +271,14 @@ def _tensors_of(manager: Any) -> tuple[Any, ...]:
 
 # ---- parameters that were replaced
 
-#: Attributes of parameters that were replaced, and of those that were written: the function that
-#: did it. No weak references: torch.utils.swap_tensors, used by Module.to() for DTensors and
-#: GroupedTensors, refuses those with any.
+#: Attributes with the name of the function that replaced or wrote a parameter. Not weak references:
+#: torch.utils.swap_tensors, which Module.to() uses for DTensors and GroupedTensors, refuses tensors
+#: that have some.
 _REPLACED_BY, _WRITTEN_BY = "_replaced_by", "_written_by"
 
 
 def retire(parameters: Iterable[Tensor], purpose: str) -> None:
-    """Have every optimizer that holds one of these replaced parameters raise at its next step.
+    """Make every optimizer that has one of these replaced parameters raise at its next step.
 
     A step would update tensors that no module reads.
     """
@@ -282,11 +288,10 @@ def retire(parameters: Iterable[Tensor], purpose: str) -> None:
 
 
 def refill(parameters: Iterable[Tensor], purpose: str) -> None:
-    """Have an optimizer that has a master of one of these parameters, which were written, raise at
-    its next step.
+    """Make an optimizer with an outdated master of a written parameter raise at its next step.
 
-    A step would put the master's old values back. Optimizers whose masters have the new values go
-    on: those that are made afterwards, or get a state that belongs to the values.
+    A step would put the master's old values back. Optimizers whose masters have the new values
+    continue: those that are made afterwards, or load a state that belongs to the values.
     """
     _watch_optimizers()
     for p in parameters:
@@ -299,15 +304,14 @@ def _watch_optimizers() -> None:
 
 
 def _check_parameters(optimizer: Optimizer, *_: Any) -> None:
-    """Raise for an optimizer that would change parameters that no module reads, or put old values
-    back.
-    """
+    """Raise if an optimizer would update replaced parameters, or put old values back."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         notes = p.__dict__
         if purpose := notes.get(_REPLACED_BY):
             raise RuntimeError(
-                f"{type(optimizer).__name__} holds a parameter of shape {tuple(p.shape)} that {purpose} replaced: a step "
-                f"would not change the model. Make the optimizer after {purpose}"
+                f"{type(optimizer).__name__} holds a parameter of shape {tuple(p.shape)} that "
+                f"{purpose} replaced: a step would not change the model. Make the optimizer after "
+                f"{purpose}"
             )
         if purpose := notes.get(_WRITTEN_BY):
             check_master(optimizer, p, purpose)
@@ -321,28 +325,28 @@ def check_master(optimizer: Optimizer, p: Tensor, purpose: str) -> None:
     """
     if _has_old_master(optimizer.state.get(p, {}), local_part(p)):
         raise RuntimeError(
-            f"{type(optimizer).__name__} has a master of a parameter of shape {tuple(p.shape)} that {purpose} wrote: "
-            f"a step would put the old values back. Make the optimizer after {purpose}"
+            f"{type(optimizer).__name__} has a master of a parameter of shape {tuple(p.shape)} "
+            f"that {purpose} wrote: a step would put the old values back. Make the optimizer after "
+            f"{purpose}"
         )
 
 
-def _has_old_master(state: dict[str, Any], part: Tensor) -> bool:
-    """Tell whether an optimizer has stepped, and its master does not round to the values of
-    ``part``.
-    """
+def _has_old_master(state: dict[str, Any], p: Tensor) -> bool:
+    """Return True if an optimizer has stepped, and its master does not round to the values."""
     if "master" not in state or "step" not in state:
         return False
-    rounded = part.detach().clone().copy_(local_part(state["master"]).view(part.shape))
-    return not torch.equal(
-        *(t.dequantize() if isinstance(t, GroupedTensor) else t for t in (rounded, part.detach()))
+    rounded = p.detach().clone().copy_(local_part(state["master"]).view(p.shape))
+    rounded, values = (
+        t.dequantize() if isinstance(t, GroupedTensor) else t for t in (rounded, p.detach())
     )
+    return not torch.equal(rounded, values)
 
 
-# ---- how owners are recognized
+# ---- recognition of owners
 
 
-def _kind_of(parameter: Any) -> str | None:
-    """The kind of owner that the parameter itself shows."""
+def _parameter_kind(parameter: Any) -> str | None:
+    """Return the kind of owner that the parameter itself shows, or None."""
     if hasattr(parameter, "_local_tensor"):
         return "dtensor"
     if getattr(parameter, "_fsdp_flattened", False):
@@ -363,7 +367,7 @@ def _kind_of(parameter: Any) -> str | None:
 
 
 def _composable_states() -> Iterator[Any]:
-    """States of ``fully_shard`` in this process, also those of modules outside of a root."""
+    """Yield the states of ``fully_shard`` in this process, for modules under any root."""
     module = sys.modules.get("torch.distributed._composable_state")
     states = (
         []
@@ -374,7 +378,7 @@ def _composable_states() -> Iterator[Any]:
 
 
 def _fsdp_parameters() -> Iterator[tuple[Any, tuple[int, str]]]:
-    """Each parameter that FSDP2 manages, with the module and name under which it is set."""
+    """Yield each parameter that FSDP2 manages, and the module and name under which it is set."""
     for state in _composable_states():
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
@@ -392,9 +396,7 @@ def _fsdp_parameters() -> Iterator[tuple[Any, tuple[int, str]]]:
 
 
 def _reduced_parameters(module: nn.Module) -> Iterator[int]:
-    """Parameters of a ``DistributedDataParallel``, or of ``replicate``, whose state the module
-    keeps.
-    """
+    """Yield the ids of parameters of ``DistributedDataParallel`` or ``replicate``."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         yield from map(id, module.parameters())
     contract = sys.modules.get("torch.distributed._composable.contract")
@@ -404,14 +406,14 @@ def _reduced_parameters(module: nn.Module) -> Iterator[int]:
 
 
 def _offload_hook(module: nn.Module) -> Any:
-    """The hook of accelerate that keeps the module's weights elsewhere between calls."""
+    """Return the hook of accelerate that offloads the module's weights between calls, or None."""
     hook: Any = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", [hook])
     return next((h for h in hooks if getattr(h, "offload", False) is True), None)
 
 
 def _adapted_parameters(module: nn.Module) -> Iterator[tuple[int, str]]:
-    """Parameters that a layer of PEFT adds to, or has a trained copy of."""
+    """Yield the parameters that a layer of PEFT adds to, or has a trained copy of."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is not None and isinstance(module, tuners.BaseTunerLayer):
         base: Any = module.get_base_layer()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""``prepare``: quantize the weights of a model's experts once, in place."""
+"""``prepare``: quantize the expert weights of a model once, in place."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, MutableMapping
@@ -25,13 +25,13 @@ from .tensor.validation import check_format
 
 
 class Weight(NamedTuple):
-    """A parameter that holds a weight of experts.
+    """A parameter that is a weight of experts.
 
     Attributes:
-        module: the module that has it.
-        name: its name there.
-        recipe: the recipe that its products run in.
-        transposed: the parameter is (G, K, N).
+        module: Module that has it.
+        name: Its name there.
+        recipe: Recipe of its products.
+        transposed: The parameter is (G, K, N).
     """
 
     module: nn.Module
@@ -41,17 +41,17 @@ class Weight(NamedTuple):
 
     @property
     def is_foreign(self) -> bool:
-        """Tell whether experts of another library have it."""
+        """True if experts of another library have it."""
         return not isinstance(self.module, GroupedLinear)
 
     @property
     def parameter(self) -> Any:
-        """The parameter."""
+        """Present parameter of the module."""
         return self.module._parameters[self.name]
 
     @property
     def linear(self) -> Tensor:
-        """The parameter as (G, N, K), detached."""
+        """Parameter as (G, N, K), detached."""
         weight: Tensor = self.parameter.detach()
         return weight.transpose(1, 2) if self.transposed else weight
 
@@ -60,14 +60,15 @@ class Source(NamedTuple):
     """Experts of another library, which its integration adds to ``SOURCES``.
 
     Attributes:
-        weights_of: gives the weights of a module that is experts of the library, else None.
-        finish: is called with a model in which such weights were quantized.
+        find_weights: Returns the weights of a module that is experts of the library, else None.
+        finish: Called with a model in which such weights were quantized.
     """
 
-    weights_of: Callable[[nn.Module], list[Weight] | None]
+    find_weights: Callable[[nn.Module], list[Weight] | None]
     finish: Callable[[nn.Module], None]
 
 
+#: Libraries whose experts ``prepare`` quantizes.
 SOURCES: list[Source] = []
 
 
@@ -80,17 +81,17 @@ def prepare(
     columnwise: bool | None = None,
     masters: MutableMapping[Tensor, Tensor] | None = None,
 ) -> int:
-    """Quantize the weights of a model's experts once, in place.
+    """Quantize the expert weights of a model once, in place.
 
     Each weight of ``MoE``, ``GroupedMLP`` and ``GroupedLinear``, and of transformers' experts under
     an implementation of ``grouped.integrations.transformers``, becomes a GroupedTensor (G, N, K).
-    Calls then use it as it is: they quantize no weight, also where a CUDA graph replays them. The
-    memory of a plain weight is free when nothing else holds it.
+    Calls then use it as it is: they quantize no weight, also when a CUDA graph replays them. The
+    memory of a plain weight is freed when nothing else refers to it.
 
-    By default the weights serve: they take no gradient, and lie in the order that the GPU
-    multiplies fastest. Weights that are quantized already, as a checkpoint's, get what is missing
-    of that. A second call changes nothing. Errors come before the first layer is changed, or leave
-    whole layers.
+    By default the weights are for inference: they require no gradient, and have the layout that the
+    GPU multiplies fastest. Weights that are quantized already, as by a checkpoint, get that
+    layout. A second call changes nothing. Errors are raised before the first layer is changed, or
+    leave complete layers.
 
     To train quantized weights, without a copy in bf16::
 
@@ -103,34 +104,33 @@ def prepare(
       grouped.prepare(model, grouped.NVFP4(), columnwise=True)
 
     Args:
-        model: a model, or experts alone, on the device where it will run. Call it before
-            ``fully_shard``, ``DistributedDataParallel``, ``parallelize_module``, an adapter
+        model: A model, or experts alone, on the device where it will run. Call this function
+            before ``fully_shard``, ``DistributedDataParallel``, ``parallelize_module``, an adapter
             of the experts, and the optimizer.
-        fmt: the format of the weights; None for that of the recipe of each layer, where layers
-            with ``BF16`` stay plain. Quantized weights under ``BF16`` run with bf16 or fp16
-            activations (W4A16, W8A16). If the recipe has delayed scaling, None takes the
-            scales of the weight as it is now.
-        trainable: the weights take gradients, and have the columnwise copy that the gradient of
+        fmt: Format of the weights; None for the format of the recipe of each layer: layers with
+            ``BF16`` stay plain. Quantized weights under ``BF16`` run with bf16 or fp16 activations
+            (W4A16, W8A16). If the recipe has delayed scaling, None uses the scales of the weight as
+            it is now.
+        trainable: The weights require gradients, and have the columnwise copy that the gradient of
             the input reads.
-        columnwise: keep that copy also for weights that take no gradient; by default
+        columnwise: Make that copy also for weights that require no gradient; by default
             ``trainable``.
-        masters: receives, by new parameter, the plain weight (G, N, K) that it was quantized
-            from, for ``grouped.optim.AdamW``; it keeps those in memory. ``fully_shard``
-            makes other parameters: then key them by name.
+        masters: Receives, by new parameter, the plain weight (G, N, K) that it was quantized from,
+            for ``grouped.optim.AdamW``; it keeps them in memory. ``fully_shard`` makes other
+            parameters: then use names as keys.
 
     Returns:
-        How many layers of experts have quantized weights: a ``GroupedMLP`` is one, a
-        ``GroupedLinear`` outside of one, and transformers' experts of a layer.
+        The number of expert layers with quantized weights: each ``GroupedMLP``, each
+        ``GroupedLinear`` outside of one, and the transformers experts of each layer.
 
     Raises:
         TypeError: ``fmt`` is no format, or an option has another type.
-        ValueError: ``model`` has no experts, or none with a recipe that quantizes weights while
-            ``fmt`` is None; a recipe does not multiply by ``fmt``; a weight is quantized in
-            another format, or without a copy that is asked for; it has an owner
-            (``grouped.ownership``): FSDP2, a DTensor, PEFT, accelerate's offload, a
-            parametrization or another module; it is on the meta device; or a layer was made
-            with ``single_parameter=False``.
-        cute_kernels.UnsupportedError: the device does not run the format.
+        ValueError: ``model`` has no experts, or ``fmt`` is None and no recipe quantizes weights. A
+            recipe does not multiply by ``fmt``. A weight is quantized in another format, or
+            without a requested copy. A weight has an owner (``grouped.ownership``): FSDP2, a
+            DTensor, PEFT, accelerate's offload, a parametrization or another module. A weight is
+            on the meta device. Or a layer was made with ``single_parameter=False``.
+        cute_kernels.UnsupportedError: The device does not run the format.
     """
     check_kind(
         bool, trainable=trainable, columnwise=trainable if columnwise is None else columnwise
@@ -141,7 +141,8 @@ def prepare(
         raise ValueError("masters is for weights that an optimizer updates: pass trainable=True")
     if trainable and columnwise is False:
         raise ValueError(
-            "columnwise=False, but trainable=True: the gradient of the input reads the columnwise copy"
+            "columnwise=False, but trainable=True: the gradient of the input reads the columnwise "
+            "copy"
         )
     layers = list(expert_layers(model))
     if not layers:
@@ -149,82 +150,81 @@ def prepare(
             f"{type(model).__name__} has no experts: no layers of grouped.nn, nor, once it is "
             "imported, of grouped.integrations.transformers"
         )
-    chosen = [(layer, [_format_of(weight, fmt) for weight in layer]) for layer in layers]
-    chosen = [(layer, formats) for layer, formats in chosen if any(formats)]
-    if not chosen:
+    targets = [_weights_and_formats(layer, fmt) for layer in layers]
+    targets = [layer for layer in targets if layer]
+    if not targets:
         raise ValueError(
             f"{layers[0][0].recipe} does not quantize weights: pass fmt, such as grouped.NVFP4()"
         )
     plan = _Plan(model, trainable, trainable if columnwise is None else columnwise)
-    plan.check(
-        [
-            (weight, f)
-            for layer, formats in chosen
-            for weight, f in zip(layer, formats, strict=True)
-            if f
-        ]
-    )
-    for layer, formats in chosen:
-        plan.replace([(weight, f) for weight, f in zip(layer, formats, strict=True) if f], masters)
-    if any(weight.is_foreign for layer, _ in chosen for weight in layer):
+    plan.check([pair for layer in targets for pair in layer])
+    for layer in targets:
+        plan.replace(layer, masters)
+    if any(weight.is_foreign for layer in targets for weight, _ in layer):
         for source in SOURCES:
             source.finish(model)
-    return len(chosen)
+    return len(targets)
+
+
+def _weights_and_formats(layer: list[Weight], fmt: Format | None) -> list[tuple[Weight, Format]]:
+    """Return the weights of a layer that are to be quantized, and their formats."""
+    formats = ((weight, _target_format(weight, fmt)) for weight in layer)
+    return [(weight, target) for weight, target in formats if target is not None]
 
 
 def is_foreign_experts(module: nn.Module) -> bool:
-    """Tell whether a module is experts of transformers, and not a wrapper that passes their
-    attributes on.
-    """
-    own, marks = vars(module), ("has_gate", "is_transposed")
-    return all(mark in own or hasattr(type(module), mark) for mark in marks) and hasattr(
-        module, "down_proj"
-    )
+    """Return True if a module is experts of transformers, and no wrapper with their attributes."""
+    marks = ("has_gate", "is_transposed")
+    has_marks = all(mark in vars(module) or hasattr(type(module), mark) for mark in marks)
+    return has_marks and hasattr(module, "down_proj")
 
 
 def expert_layers(model: nn.Module) -> Iterator[list[Weight]]:
-    """Yield the weights of each layer of experts under ``model``."""
+    """Yield the weights of each expert layer under ``model``."""
     inside: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, GroupedMLP):
             inside |= {module.gate_up, module.down}
-            yield [_weight_of(module.gate_up), _weight_of(module.down)]
+            yield [_layer_weight(module.gate_up), _layer_weight(module.down)]
         elif isinstance(module, GroupedLinear) and module not in inside:
-            yield [_weight_of(module)]
+            yield [_layer_weight(module)]
         else:
             yield from (
-                weights for source in SOURCES if (weights := source.weights_of(module)) is not None
+                weights
+                for source in SOURCES
+                if (weights := source.find_weights(module)) is not None
             )
 
 
-def _weight_of(layer: GroupedLinear) -> Weight:
+def _layer_weight(layer: GroupedLinear) -> Weight:
+    """Return the weight of a layer; raise ValueError if it has one parameter per group."""
     if not layer.single_parameter:
         raise ValueError(
-            "a layer was made with single_parameter=False: its groups are apart; load its state dict into a layer with "
-            "single_parameter=True and prepare that"
+            "a layer was made with single_parameter=False: its groups are apart; load its state "
+            "dict into a layer with single_parameter=True and prepare that"
         )
     return Weight(layer, "weight", layer.recipe)
 
 
-def _format_of(weight: Weight, fmt: Format | None) -> Format | None:
-    """The format to quantize to, or that the weight has; None if the recipe leaves it plain."""
+def _target_format(weight: Weight, fmt: Format | None) -> Format | None:
+    """Return the format to quantize to, or that the weight has; None to leave it plain."""
     default, parameter = weight.recipe.weight, weight.module._parameters.get(weight.name)
     if fmt is None and isinstance(parameter, GroupedTensor):
         return parameter.format
     if fmt is not None or default is None or not default.has_given_scale:
         return fmt or default
-    # A history of scales is for a weight that changes in each step.
+    # A history of scales makes sense for a weight that changes in each step.
     return dataclasses.replace(default, scaling="current")  # type: ignore[call-arg, type-var]
 
 
 class _Plan:
-    """The change of a model's weights: all checks, then one layer after the other."""
+    """Replacement of a model's weights: all checks first, then one layer after the other."""
 
     def __init__(self, model: nn.Module, trainable: bool, columnwise: bool) -> None:
         self._trainable, self._columnwise = trainable, columnwise
         self._ownership = Ownership(model)
-        #: New parameters of weights that several modules share, with the old ones, whose ids are
-        #: taken while they live.
+        #: Old and new parameters of weights that several modules share, by the id of the old one.
+        #: The old one is stored so that no other tensor gets its id.
         self._shared: dict[int, tuple[Tensor, Tensor]] = {}
 
     def check(self, weights: list[tuple[Weight, Format]]) -> None:
@@ -239,32 +239,33 @@ class _Plan:
         self._ownership.check_replaceable(
             [(weight.module, weight.name) for weight, _ in plain], "prepare()"
         )
-        facts_of: dict[int, tuple[Any, ...]] = {}
-        tried: set[tuple[Any, ...]] = set()
+        uses: dict[int, tuple[Any, ...]] = {}
+        rehearsed: set[tuple[Any, ...]] = set()
         for weight, fmt in plain:
             p = weight.parameter
-            facts = (weight.recipe, fmt, weight.transposed)
-            if facts_of.setdefault(id(p), facts) != facts:
+            use = (weight.recipe, fmt, weight.transposed)
+            if uses.setdefault(id(p), use) != use:
                 raise ValueError(
-                    f"prepare() cannot replace {self._path(weight)}: layers with other recipes share it. Give each its own"
+                    f"prepare() cannot replace {self._path(weight)}: layers with other recipes "
+                    "share it. Give each its own"
                 )
-            key = (*facts, p.shape, p.dtype, p.device)
-            if key not in tried:
-                tried.add(key)
+            key = (*use, p.shape, p.dtype, p.device)
+            if key not in rehearsed:
+                rehearsed.add(key)
                 self._rehearse(weight, fmt)
 
     def _path(self, weight: Weight) -> str:
         return self._ownership.path(weight.module, weight.name)
 
     def _check_quantized(self, weight: Weight, fmt: Format, quantized: GroupedTensor) -> None:
-        """Raise unless a weight that is quantized already is as asked for."""
+        """Raise unless a weight that is quantized already has the format and the copies."""
         path = self._path(weight)
         if fmt != quantized.format:
             raise ValueError(f"{path} is {quantized.format} already, fmt is {fmt}")
         if self._columnwise and quantized.columnwise is None:
             raise ValueError(
-                f"{path} is quantized already, without the columnwise copy that gradients of the input read: prepare plain "
-                "weights with columnwise=True or trainable=True"
+                f"{path} is quantized already, without the columnwise copy that gradients of the "
+                "input read: prepare plain weights with columnwise=True or trainable=True"
             )
         try:
             check_product(quantized, weight.recipe, quantized.device, needs_dx=self._columnwise)
@@ -274,7 +275,7 @@ class _Plan:
             ) from None
 
     def _rehearse(self, weight: Weight, fmt: Format) -> None:
-        """Raise unless the device quantizes the weight, and multiplies it."""
+        """Raise unless the device can quantize and multiply the weight."""
         recipe, w = weight.recipe, weight.linear
         require("grouped_quantize", fmt, active_backend(w.device).arch, columnwise=self._columnwise)
         try:
@@ -283,13 +284,15 @@ class _Plan:
             )
             check_product(quantized, recipe, w.device, needs_dx=self._columnwise)
         except (TypeError, ValueError) as error:
-            named = f"{self._path(weight)} to {fmt} under {recipe}: {weight.name} of {type(weight.module).__name__}"
-            raise type(error)(f"prepare() cannot quantize {named}: {error}") from None
+            raise type(error)(
+                f"prepare() cannot quantize {self._path(weight)} to {fmt} under {recipe}: "
+                f"{weight.name} of {type(weight.module).__name__}: {error}"
+            ) from None
 
     def replace(
         self, weights: list[tuple[Weight, Format]], masters: MutableMapping[Tensor, Tensor] | None
     ) -> None:
-        """Quantize the weights of a layer, then have its modules hold them."""
+        """Quantize the weights of a layer, then set them in its modules."""
         new = [self._prepared(*pair) for pair in weights]
         for (weight, _), parameter in zip(weights, new, strict=True):
             module, old = weight.module, weight.parameter
@@ -307,7 +310,7 @@ class _Plan:
                 weight.module.is_transposed = False  # type: ignore[assignment]
 
     def _prepared(self, weight: Weight, fmt: Format) -> Tensor:
-        """The new parameter, or the present one where it is quantized."""
+        """Return the new parameter, or the present one if it is quantized."""
         old: Tensor = weight.parameter
         if isinstance(old, GroupedTensor):
             return old
@@ -316,7 +319,7 @@ class _Plan:
         quantized = quantize(weight.linear.contiguous(), fmt, columnwise=self._columnwise)
         new = nn.Parameter(quantized, requires_grad=self._trainable)
         for name, value in vars(old).items():
-            setattr(new, name, value)  # Frameworks mark parameters, as delay_wgrad does.
+            setattr(new, name, value)  # Attributes with which frameworks mark parameters.
         if self._ownership.is_shared(old):
             self._shared[id(old)] = (old, new)
         return new
@@ -325,13 +328,13 @@ class _Plan:
 def check_product(
     weight: GroupedTensor, recipe: Recipe, device: torch.device, *, needs_dx: bool
 ) -> None:
-    """Raise unless ``device`` runs the products of ``recipe`` with a quantized weight, whose bytes
-    are not read.
+    """Raise unless ``device`` runs the products of ``recipe`` with a quantized weight.
 
-    A prepacked weight is taken for what ``reorder`` makes of it.
+    The bytes of the weight are not read. A prepacked weight is checked as ``reorder`` would leave
+    it.
     """
     groups, _, depth = weight.shape
-    # A call on the meta device raises what one with data does.
+    # A call on the meta device raises the same errors as one with data.
     x = torch.empty(1, depth, dtype=weight.dtype, device="meta", requires_grad=needs_dx)
     offs = torch.ones(groups, dtype=torch.int32, device="meta")
     scaling = DelayedScaling(recipe, groups, "meta") if isinstance(recipe, FP8Delayed) else None
@@ -354,17 +357,16 @@ def _on_meta(weight: GroupedTensor) -> Tensor:
 
 
 def prepacks(recipe: Recipe, fmt: Format, device: torch.device) -> bool:
-    """Tell whether weights of ``fmt`` are multiplied faster in the order of
-    ``GroupedTensor.prepack`` there.
-    """
+    """Return True if ``device`` multiplies weights of ``fmt`` faster when they are prepacked."""
     level, arch = fmt.global_scale, active_backend(device).arch
-    can = fmt.element.per_byte > 1 and (level is None or level.per != "row")
-    can = can and recipe.is_quantized and arch != "reference"
-    return can and bool(support("grouped_gemm", fmt, arch, prepacked=True))
+    can_prepack = fmt.element.per_byte > 1 and (level is None or level.per != "row")
+    if not (can_prepack and recipe.is_quantized and arch != "reference"):
+        return False
+    return bool(support("grouped_gemm", fmt, arch, prepacked=True))
 
 
 def reorder(weight: Weight) -> None:
-    """Have a quantized weight that serves lie in the order that products of its recipe read."""
+    """Prepack or unpack a quantized weight that requires no gradient, as its recipe reads it."""
     parameter = weight.parameter
     if isinstance(parameter, GroupedTensor) and not (parameter.requires_grad or parameter.is_meta):
         is_faster = prepacks(weight.recipe, parameter.format, parameter.device)

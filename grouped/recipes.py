@@ -1,7 +1,8 @@
-"""Training recipes: which format each operand of a grouped linear layer is quantized to.
+"""Training recipes: the format of each operand of a grouped linear layer.
 
-A recipe maps roles to formats and nothing else. It is chosen by role, never by position, and it
-knows no tile sizes. ``None`` means that the operand stays in bf16.
+A recipe maps roles to formats and nothing else. Formats are chosen by role, never by position. A
+recipe knows no tile sizes. ``None`` means that the operand stays in bf16. Each product reads
+these copies:
 
 | role | fprop reads | dgrad reads | wgrad reads |
 |---|---|---|---|
@@ -38,7 +39,7 @@ __all__ = [
     "Recipe",
 ]
 
-#: Those that are ready to use.
+#: Names of the recipes that are ready to use.
 NAMES = tuple(name for name in __all__ if name != "Recipe")
 
 ROLES = ("input", "weight", "grad_output")
@@ -48,30 +49,29 @@ INITIAL_SCALES = ("current", "one")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The format of each role; all of them, or none.
+    """Formats of all roles, or of none.
 
     Args:
-        input: activations that enter the layer.
-        weight: the layer's weights.
-        grad_output: gradients of the layer's output.
-        propagate_nonfinite: an infinity or a NaN in an operand reaches the output and the
-            gradients, so that ``torch.amp.GradScaler`` and whatever else looks for one
-            finds it. Operands are quantized with ``nan_scales`` (see
-            ``cute_kernels.formats.Format``): an infinity makes the scale NaN that its block
-            or, under FP8 with one scale per group, its group shares. Under NVFP4 both do
-            that to the group, or to the row of a row-scaled operand. FP8's codes hold a NaN
-            themselves, which reaches the products of its row or column. Finite numbers keep
-            their bits, and nothing is read twice. If False, E2M1 turns a NaN into a finite
-            number and FP8 an infinity into its largest one: a run that diverges then looks
-            healthy. Weights that are quantized already are taken as they are; rows behind
-            the last group are not looked at.
+        input: Activations that enter the layer.
+        weight: The layer's weights.
+        grad_output: Gradients of the layer's output.
+        propagate_nonfinite: An infinity or a NaN in an operand reaches the output and the
+            gradients, so that ``torch.amp.GradScaler`` and similar checks find it. Operands are
+            quantized with ``nan_scales`` (see ``cute_kernels.formats.Format``): an infinity makes
+            the scale of its block NaN, or of its group under FP8 with one scale per group. Under
+            NVFP4 an infinity or a NaN does that to the group, or to the row of a row-scaled
+            operand. FP8 codes can store a NaN, which reaches the products of its row or column.
+            Finite numbers keep their bits, and nothing is read twice. If False, E2M1 turns a NaN
+            into a finite number and FP8 an infinity into its largest one: a run that diverges then
+            looks healthy. Weights that are quantized already are used as they are; rows behind the
+            last group are ignored.
 
     Raises:
-        TypeError: a role is no format record.
-        ValueError: some roles have a format and some have none, a weight is row-scaled, an
-            input or a weight has E5M2 codes, two of them are not multiplied with each
-            other, or one takes scales, which ``FP8Delayed`` has.
-        cute_kernels.UnsupportedError: a format, or a flag of one, that is not built.
+        TypeError: A role is no format record.
+        ValueError: Only some roles have a format. A weight is row-scaled. An input or a weight has
+            E5M2 codes. There is no product of two of the formats. Or a format needs given scales,
+            which ``FP8Delayed`` has.
+        cute_kernels.UnsupportedError: A format, or a flag of one, is not built.
     """
 
     input: Format | None = None
@@ -98,7 +98,8 @@ class Recipe:
         for name, fmt in roles.items():
             if name != "grad_output" and fmt.element is E5M2:
                 raise ValueError(
-                    f"{name} must have E4M3 codes, got {fmt}: E5M2 has the range of gradients, and two bits of fraction"
+                    f"{name} must have E4M3 codes, got {fmt}: E5M2 has the range of gradients, and "
+                    "two bits of fraction"
                 )
         for name, fmt in roles.items():
             _require_built(name, fmt)
@@ -106,55 +107,48 @@ class Recipe:
                 raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
         if self.input is not None and self.weight is not None and self.grad_output is not None:
             _check_products(self.input, self.weight, self.grad_output)
-        # Made once: a compiler that traces a layer would otherwise trace how they are made.
-        formats = (
-            {name: _marking(name, fmt) for name, fmt in roles.items()}
-            if self.propagate_nonfinite
-            else roles
-        )
+        # Stored: a compiler that traces a layer would otherwise trace how they are made.
+        formats = roles
+        if self.propagate_nonfinite:
+            formats = {name: _with_nan_scales(name, fmt) for name, fmt in roles.items()}
         object.__setattr__(self, "formats", tuple(formats.get(name) for name in ROLES))
         object.__setattr__(
             self, "texts", tuple(roles[name].text if name in roles else None for name in ROLES)
         )
 
     def __str__(self) -> str:
-        # In messages: what differs from the defaults.
+        # Messages show the options that differ from the defaults.
         values = ((f, getattr(self, f.name)) for f in fields(self) if f.init)
         changed = [f"{f.name}={value}" for f, value in values if value != f.default]
         return f"{type(self).__name__}({', '.join(changed)})"
 
-    #: Somebody updates the scales of formats that take them.
+    #: True if the scales of formats with given scales are updated.
     _updates_scales: ClassVar[bool] = False
-    #: The format of each role as its operand is quantized to it: with ``nan_scales`` if
+    #: Format that the operand of each role is quantized to: with ``nan_scales`` if
     #: ``propagate_nonfinite``.
     formats: ClassVar[tuple[Format | None, ...]]
-    #: The format of each role as text, as the op ``grouped::linear`` takes it.
+    #: Text of the format of each role, as the op ``grouped::linear`` takes it.
     texts: ClassVar[tuple[str | None, ...]]
 
     @property
     def multiple(self) -> int:
-        """What the sizes of a layer must be a multiple of, since each is K of a product."""
-        return math.lcm(
-            *(
-                fmt.k_multiple
-                for fmt in (self.input, self.weight, self.grad_output)
-                if fmt is not None
-            )
-        )
+        """Required divisor of the sizes of a layer, since each of them is K of a product."""
+        formats = (self.input, self.weight, self.grad_output)
+        return math.lcm(*(fmt.k_multiple for fmt in formats if fmt is not None))
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the operands are quantized."""
+        """True if the operands are quantized."""
         return self.weight is not None
 
     @property
     def takes_scales(self) -> bool:
-        """Whether the scales are those of earlier steps: calls need a ``DelayedScaling``."""
+        """True if scales follow from earlier steps: calls need a ``DelayedScaling``."""
         return self.weight is not None and self.weight.has_given_scale
 
 
-def _marking(role: str, fmt: Format) -> Format:
-    """The format that marks what is not finite by a scale that is NaN."""
+def _with_nan_scales(role: str, fmt: Format) -> Format:
+    """Return the format that marks non-finite values by a NaN scale."""
     if not any(f.name == "nan_scales" for f in fields(fmt)):  # type: ignore[arg-type]
         raise ValueError(
             f"{role} is {fmt}, whose record has no nan_scales: pass propagate_nonfinite=False"
@@ -163,7 +157,7 @@ def _marking(role: str, fmt: Format) -> Format:
 
 
 def _require_built(role: str, fmt: Format) -> None:
-    """Refuse a format that nothing runs; what a device lacks is said by its ops."""
+    """Raise for a format that no backend runs; ops raise for formats that a device lacks."""
     for op in ("grouped_quantize", "grouped_gemm"):
         status = support(op, fmt, "reference")
         if not status:
@@ -171,6 +165,7 @@ def _require_built(role: str, fmt: Format) -> None:
 
 
 def _check_products(x: Format, weight: Format, grad_output: Format) -> None:
+    """Raise ValueError if there is no kernel for a product of the recipe."""
     _check_product("fprop multiplies input by weight", x, weight, weights=True)
     _check_product(
         "dgrad multiplies grad_output by weight", grad_output, weight, None, weight, weights=True
@@ -186,7 +181,16 @@ def _check_product(
     rows_b: Format | None = None,
     weights: bool = False,
 ) -> None:
-    """Refuse a product; ``rows_*`` are the formats of columnwise copies that it reads."""
+    """Raise ValueError if the product does not exist.
+
+    Args:
+        name: Description of the product, for the message.
+        a: Format of the first operand.
+        b: Format of the second operand.
+        rows_a: Format of ``a`` if the product reads its columnwise copy.
+        rows_b: Format of ``b`` if the product reads its columnwise copy.
+        weights: ``b`` is a weight.
+    """
     try:
         check_pair(a, b, weights=weights)
         check_transforms(rows_a, rows_b)
@@ -196,7 +200,7 @@ def _check_product(
 
 @dataclass(frozen=True)
 class _Named(Recipe):
-    """A recipe whose options give the roles; ``Recipe(...)`` takes any others."""
+    """Base of recipes whose options decide the roles; ``Recipe(...)`` takes any formats."""
 
     input: Format | None = field(default=None, init=False, repr=False)
     weight: Format | None = field(default=None, init=False, repr=False)
@@ -209,7 +213,7 @@ class _Named(Recipe):
 
     @abc.abstractmethod
     def _roles(self) -> tuple[Format | None, Format | None, Format | None]:
-        """The formats of input, weight and gradient."""
+        """Return the formats of input, weight and gradient."""
 
 
 def _option(default: Any) -> Any:
@@ -218,7 +222,7 @@ def _option(default: Any) -> Any:
 
 @dataclass(frozen=True)
 class BF16(_Named):
-    """Operands in bf16."""
+    """Plain operands in bf16."""
 
     def _roles(self) -> tuple[None, None, None]:
         return None, None, None
@@ -228,15 +232,15 @@ class BF16(_Named):
 class NVFP4(_Named):
     """NVFP4 operands: 1x16 blocks for activations and gradients, 16x16 for weights.
 
-    Both options are on in NVIDIA's recipe for pretraining and off here: they take instructions.
+    Both options are on in NVIDIA's recipe for pretraining and off here, since they cost
+    instructions.
 
     Args:
-        propagate_nonfinite: as in ``Recipe``.
-        hadamard: the columnwise copies of activations and gradients, which wgrad multiplies,
-            are of values that a random 16x16 Hadamard transform spread over rows. Inputs
-            are bf16 then.
-        stochastic_rounding: gradients are rounded stochastically, by seeds from PyTorch's
-            generator of their device.
+        propagate_nonfinite: See ``Recipe``.
+        hadamard: Apply a random 16x16 Hadamard transform along the rows to the columnwise copies
+            of activations and gradients, which wgrad multiplies. Inputs must be bf16.
+        stochastic_rounding: Round gradients stochastically, with seeds from PyTorch's generator of
+            their device.
     """
 
     hadamard: bool = _option(False)
@@ -252,11 +256,11 @@ class NVFP4(_Named):
 
 @dataclass(frozen=True)
 class NVFP4RowScaled(_Named):
-    """NVFP4 with one second-level scale per token for the rowwise copy of the input.
+    """NVFP4 with one global scale per token for the rowwise copy of the input.
 
     Args:
-        propagate_nonfinite: as in ``Recipe``.
-        stochastic_rounding: as in ``NVFP4``.
+        propagate_nonfinite: See ``Recipe``.
+        stochastic_rounding: See ``NVFP4``.
     """
 
     stochastic_rounding: bool = _option(False)
@@ -268,13 +272,13 @@ class NVFP4RowScaled(_Named):
 
 @dataclass(frozen=True)
 class MXFP8(_Named):
-    """MXFP8 operands: E4M3 codes with a power of two for each 32 of them.
+    """MXFP8 operands: E4M3 codes with a power-of-two scale per 32 elements.
 
     Args:
-        propagate_nonfinite: as in ``Recipe``.
-        grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's
-            HYBRID.
-        weight_block: (1, 32), or (32, 32) where both directions of a weight hold the same
+        propagate_nonfinite: See ``Recipe``.
+        grad_dtype: Data type of the codes of gradients; ``torch.float8_e5m2`` is
+            TransformerEngine's HYBRID.
+        weight_block: (1, 32); or (32, 32), with which both directions of a weight have the same
             codes.
     """
 
@@ -291,14 +295,14 @@ class MXFP8(_Named):
 
 @dataclass(frozen=True)
 class FP8Block(_Named):
-    """FP8 with fp32 scales of blocks: 1x128 for activations and gradients, 128x128 for weights.
+    """FP8 with fp32 block scales: 1x128 for activations and gradients, 128x128 for weights.
 
     Args:
-        propagate_nonfinite: as in ``Recipe``.
-        grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's
-            HYBRID.
-        pow2_scales: scales are powers of two.
-        amax_epsilon: lower bound of a block's amax.
+        propagate_nonfinite: See ``Recipe``.
+        grad_dtype: Data type of the codes of gradients; ``torch.float8_e5m2`` is
+            TransformerEngine's HYBRID.
+        pow2_scales: Scales are powers of two.
+        amax_epsilon: Lower bound of a block's amax.
     """
 
     grad_dtype: torch.dtype = _option(torch.float8_e4m3fn)
@@ -312,11 +316,12 @@ class FP8Block(_Named):
 
 @dataclass(frozen=True)
 class FP8Current(_Named):
-    """FP8 with one scale a group, from the amax of the tensor that it scales.
+    """FP8 with one scale per group, from the amax of the tensor that it scales.
 
     Args:
-        propagate_nonfinite: as in ``Recipe``.
-        grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
+        propagate_nonfinite: See ``Recipe``.
+        grad_dtype: Data type of the codes of gradients; by default E5M2, TransformerEngine's
+            HYBRID.
     """
 
     grad_dtype: torch.dtype = _option(torch.float8_e5m2)
@@ -327,36 +332,39 @@ class FP8Current(_Named):
 
 @dataclass(frozen=True)
 class FP8Delayed(_Named):
-    """FP8 with one scale a group, from the amaxes of earlier steps.
+    """FP8 with one scale per group, from the amaxes of earlier steps.
 
-    An operand is quantized in one pass, for its scale is there before it is. The scales, and the
-    history that they follow from, are the state of a layer: ``grouped.nn.DelayedScaling`` says when
-    they are updated, ``grouped.delayed_scaling_update`` how.
+    An operand is quantized in one pass, since its scale is known before its values are. The scales,
+    and the history that they follow from, are the state of a layer: see
+    ``grouped.nn.DelayedScaling`` for the times of updates, ``grouped.delayed_scaling_update`` for
+    the rule.
 
     Args:
-        propagate_nonfinite: as in ``Recipe``.
-        grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
-        history_length: steps whose amaxes count; TransformerEngine's ``amax_history_len``.
-        margin: the scales are divided by two to this power.
-        algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the
-            last; TransformerEngine's ``amax_compute_algo``.
-        initial_scale: of a group whose history holds no amax yet. ``"current"``: each operand
-            is quantized by its own amax, with the bits of ``FP8Current``, until an update
-            has seen the group; ``margin`` is not applied. The device decides this for each
-            group, so an expert without tokens in the first steps begins the same way later.
-            It takes one more read of each operand until all groups have begun. ``"one"``:
-            scales are 1, as TransformerEngine begins, and products below the smallest code
-            vanish in the first step.
-        amax_group: processes that share the scales: their amaxes are reduced to the largest at
-            each update, so all of them must take the same steps. A ``torch.distributed``
-            group or its name, which is what is kept. ``DistributedDataParallel`` needs
-            ``broadcast_buffers=False`` beside it. None: each process has scales of its own,
-            of which a distributed checkpoint keeps one set; else first call ``update()`` of
-            each ``scaling``, which reduces the amaxes of the last step.
+        propagate_nonfinite: See ``Recipe``.
+        grad_dtype: Data type of the codes of gradients; by default E5M2, TransformerEngine's
+            HYBRID.
+        history_length: Number of steps whose amaxes count; TransformerEngine's
+            ``amax_history_len``.
+        margin: Scales are divided by two to this power.
+        algorithm: ``"max"`` uses the largest amax of the history, ``"most_recent"`` the last one;
+            TransformerEngine's ``amax_compute_algo``.
+        initial_scale: Scale of a group whose history has no amax yet. ``"current"``: each operand
+            is quantized with its own amax, with the bits of ``FP8Current``, until the first update
+            with an amax of the group; ``margin`` is not applied. The device decides this for each
+            group, so an expert without tokens in the first steps begins the same way later. It
+            costs one more read of each operand until all groups have begun. ``"one"``: scales are
+            1, as TransformerEngine begins, and products below the smallest code vanish in the
+            first step.
+        amax_group: Processes that share the scales: their amaxes are reduced to the largest at
+            each update, so all of them must take the same steps. A ``torch.distributed`` group or
+            its name; the name is stored. ``DistributedDataParallel`` then needs
+            ``broadcast_buffers=False``. None: each process has its own scales. A distributed
+            checkpoint stores one set of them; with a group, first call ``update()`` of each
+            ``scaling``, which reduces the amaxes of the last step.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range.
     """
 
     grad_dtype: torch.dtype = _option(torch.float8_e5m2)
@@ -374,7 +382,7 @@ class FP8Delayed(_Named):
             check_margin(self.margin, fmt)
         check_choice("algorithm", self.algorithm, ALGORITHMS)
         check_choice("initial_scale", self.initial_scale, INITIAL_SCALES)
-        # Its name alone is the same on all processes, and can be copied and saved.
+        # The name is the same on all processes, and can be copied and saved.
         group: Any = self.amax_group
         group = getattr(group, "group_name", group)
         if not (group is None or isinstance(group, str)):
@@ -390,7 +398,7 @@ class FP8Delayed(_Named):
 
 @dataclass(frozen=True)
 class CallRecipe(Recipe):
-    """Formats of a call whose scales, if they take any, are given with it: for ops."""
+    """Formats of a call that has its scales as arguments, for ops."""
 
     _updates_scales: ClassVar[bool] = True
 

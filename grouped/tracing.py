@@ -1,5 +1,6 @@
-"""What Dynamo must not look into, said without loading Dynamo, which takes longer than all else
-here.
+"""Decorators that tell Dynamo how to trace a function, without importing Dynamo.
+
+That import takes longer than the rest of this package.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,10 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 
 def eager_only(reason: str) -> Callable[[F], F]:
-    """``torch.compiler.disable(reason=reason)`` as a decorator: graphs break at the function."""
+    """Decorate a function like ``torch.compiler.disable(reason=reason)``: graphs break at it."""
 
     def decorate(function: F) -> F:
+        """Mark ``function`` for Dynamo."""
         marked: Any = function
         marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
         skip_dynamo(function)
@@ -23,9 +25,7 @@ def eager_only(reason: str) -> Callable[[F], F]:
 
 
 def constant_call(function: F) -> F:
-    """``torch.compiler.assume_constant_result`` as a decorator: tracing calls the function then and
-    there.
-    """
+    """Decorate a function like ``torch.compiler.assume_constant_result``: tracing calls it."""
     marked: Any = function
     marked._dynamo_marked_constant = True
     return function

@@ -123,6 +123,7 @@ def register(cls: type[Op]) -> type[Op]:
         refuse_derivatives(f"{cls.name}_out", (*op.tensors().items(), *written), f"call {cls.name}")
 
     def call_out(*args: Any, **kwargs: Any) -> None:
+        """Compute the op into the caller's outputs."""
         outputs, options = pop_outputs(kwargs)
         op = cls(*args, **kwargs)
         plan = op.cached_plan()
@@ -137,6 +138,7 @@ def register(cls: type[Op]) -> type[Op]:
             plan.compute_into(op, outputs, **options)
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
+        """Check the arguments and the outputs without computing."""
         outputs, _ = pop_outputs(kwargs)
         op = cls(*args, **kwargs)
         op.check()
@@ -158,6 +160,7 @@ def register_inplace(cls: type[Op]) -> type[Op]:
     remedy = "call it under torch.no_grad()"
 
     def call(*args: Any, **kwargs: Any) -> None:
+        """Compute the op in place."""
         op = cls(*args, **kwargs)
         plan = op.cached_plan()
         arguments = [getattr(op, name) for name in cls.written]
@@ -217,10 +220,11 @@ def _fast_call(cls: type[Op]) -> Callable[..., Any]:
     has_offs, returns_list = cls.has_offs, cls.returns_list
 
     def fast_call(*args: Any, **kwargs: Any) -> Any:
+        """Call the op, without the dispatcher if nothing observes the call."""
         if kwargs:
             if torch.compiler.is_compiling():  # Dynamo cannot trace dataclasses.fields.
                 return dispatched(*args, **kwargs)
-            args = _as_positional(cls, args, kwargs)
+            args = _positional_arguments(cls, args, kwargs)
         if needs_dispatcher(args):
             return dispatched(*args)
         choice = chosen_backend()
@@ -244,7 +248,9 @@ def _parameters(cls: type[Op]) -> tuple[dict[str, int], list[Any]]:
     return {field.name: i for i, field in enumerate(fields)}, [field.default for field in fields]
 
 
-def _as_positional(cls: type[Op], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _positional_arguments(
+    cls: type[Op], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
     """Return the arguments of a call in the order of the op's fields, without trailing defaults.
 
     Raises:
@@ -252,15 +258,15 @@ def _as_positional(cls: type[Op], args: tuple[Any, ...], kwargs: dict[str, Any])
     """
     positions, defaults = _parameters(cls)
     values = [*args, *defaults[len(args) :]]
-    last = len(args)
+    count = len(args)
     for name, value in kwargs.items():
         position = positions.get(name, -1)
         if position < len(args):
             reason = "an unexpected argument" if position < 0 else "two values for argument"
             raise TypeError(f"{cls.name}() got {reason} {name!r}")
         values[position] = value
-        last = max(last, position + 1)
+        count = max(count, position + 1)
     for name, position in positions.items():
         if values[position] is dataclasses.MISSING:
             raise TypeError(f"{cls.name}() is missing argument {name!r}")
-    return tuple(values[:last])
+    return tuple(values[:count])

@@ -1,8 +1,8 @@
 """Exact PyTorch implementations of every op: the CPU backend and the oracle of the kernels.
 
-The functions write into buffers that the caller allocated, as the kernels do, and touch only what
-the layout contract says is written. They run on any device; grouped GEMM and the columnwise copies
-read ``offs`` on the host, which on a GPU means a synchronization.
+The functions write into buffers that the caller allocated, as kernels do, and write only what the
+layout defines. They run on any device. Grouped GEMM and the columnwise copies read ``offs`` on the
+host, which synchronizes with a GPU.
 """
 
 from .delayed_scaling import delayed_scaling_update
@@ -10,16 +10,16 @@ from .dequantize import dequantize
 from .elements import Elements
 from .gemm import k_grouped_gemm, m_grouped_gemm
 from .operands import Operand
-from .quantize import Given, quantize
-from .random_numbers import Draws, GivenDraws, KeyedDraws
+from .quantize import QuantizeInputs, quantize
+from .random_numbers import GivenRandomNumbers, RandomNumbers, SeededRandomNumbers
 from .reductions import compute_offsets, grouped_amax, grouped_dbias
 
 __all__ = [
-    "Draws",
+    "RandomNumbers",
     "Elements",
-    "Given",
-    "GivenDraws",
-    "KeyedDraws",
+    "QuantizeInputs",
+    "GivenRandomNumbers",
+    "SeededRandomNumbers",
     "Operand",
     "compute_offsets",
     "delayed_scaling_update",

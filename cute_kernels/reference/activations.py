@@ -18,8 +18,8 @@ product with 2^n in two steps, so that subnormal results are rounded once more a
   exp = (p * float(a << 23)) * float(b << 23)
 
 **tanh(x)**, within 1.66 ulp, 28 instructions: |x| = n ln 2 / 2 + r with r >= 0, an odd polynomial
-t of tanh(r), and the addition theorem with tanh(n ln 2 / 2) = (2^n - 1) / (2^n + 1); halved. What
-is added is positive, and the numerator's error is in the denominator, too. (``add.rm`` gives z of
+t of tanh(r), and the addition theorem with tanh(n ln 2 / 2) = (2^n - 1) / (2^n + 1); halved. All
+summands are positive, and the numerator's error is in the denominator, too. (``add.rm`` gives z of
 the product at once.)
 
   a = min(|x|, 10)                                            beyond: 1
@@ -76,20 +76,21 @@ from .conversions import f32
 
 
 def _polynomial(r: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    """By Horner's rule, from the highest power down."""
-    *rest, highest = coefficients
+    """Evaluate a polynomial by Horner's rule, from the highest power down."""
+    *lower, highest = coefficients
     value = r * highest
-    for c in reversed(rest[1:]):
+    for c in reversed(lower[1:]):
         value.add_(c).mul_(r)
-    return value.add_(rest[0])
+    return value.add_(lower[0])
 
 
 def _power_of_two(bits: Tensor) -> Tensor:
-    """2^(e - 127) of integers whose low bits are e."""
+    """Return 2^(e - 127) for integers whose low bits are e."""
     return (bits << 23).view(torch.float32)
 
 
 def exp(x: Tensor) -> Tensor:
+    """Return e^x by the formula of the module."""
     x = x.clamp(-104.0, 89.0)
     z = (x * Numbers.LOG2E).add_(Numbers.MAGIC + 254)
     n = z - (Numbers.MAGIC + 254)
@@ -101,6 +102,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def tanh(x: Tensor) -> Tensor:
+    """Return tanh(x) by the formula of the module."""
     a = x.abs().clamp_max_(10.0)
     n = (a * (2 * Numbers.LOG2E)).floor_()
     z = n + (Numbers.MAGIC + 126)
@@ -113,23 +115,24 @@ def tanh(x: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + e^-x) by the formula of the module."""
     return exp(-x).add_(1.0).reciprocal_()
 
 
 class _Curve(abc.ABC):
-    """A function of one variable and its derivative."""
+    """Function of one variable and its derivative."""
 
     @abc.abstractmethod
     def core(self, x: Tensor) -> Tensor:
-        """What the value and the slope share, and leave as it is."""
+        """Return the intermediate result that value and slope share; neither changes it."""
 
     @abc.abstractmethod
     def value(self, x: Tensor, core: Tensor) -> Tensor:
-        """f(x), given ``core(x)``."""
+        """Return f(x), given ``core(x)``."""
 
     @abc.abstractmethod
     def slope(self, x: Tensor, core: Tensor) -> Tensor:
-        """f'(x), given ``core(x)``."""
+        """Return f'(x), given ``core(x)``."""
 
 
 class _Relu(_Curve):
@@ -167,7 +170,7 @@ class _Gelu(_Curve):
 
 
 class _Silu(_Curve):
-    """Times the sigmoid of ``alpha`` times the argument."""
+    """The argument times the sigmoid of ``alpha`` times the argument."""
 
     def __init__(self, alpha: float = 1.0) -> None:
         self._alpha = f32(alpha)
@@ -187,6 +190,8 @@ class _Silu(_Curve):
 
 
 class _ClampedSilu(_Silu):
+    """``_Silu`` with its argument clamped from above at ``limit``."""
+
     def __init__(self, alpha: float, limit: float) -> None:
         super().__init__(alpha)
         self._limit = f32(limit)
@@ -217,10 +222,12 @@ _FORMULAS: dict[str, Callable[[Activation], _Curve]] = {
 
 
 def _curve(act: Activation) -> _Curve:
+    """Return the curve of an activation."""
     return formula_of(act, _FORMULAS)(act)
 
 
 def _gate(b: Tensor, act: Activation) -> Tensor:
+    """Return the factor that the second half B contributes."""
     if not act.is_clamped:
         return b
     limit = f32(act.limit)
@@ -228,10 +235,7 @@ def _gate(b: Tensor, act: Activation) -> Tensor:
 
 
 def activate(x: Tensor, act: Activation) -> Tensor:
-    """Elements of ``x``, (..., W) fp32:
-
-    ``act(x)``, or ``act(A) * B`` of a gated activation, (..., W / 2).
-    """
+    """Apply an activation to ``x``, (..., W) fp32; the result is (..., W / 2) if it is gated."""
     curve = _curve(act)
     if not act.is_gated:
         return curve.value(x, curve.core(x))
@@ -240,16 +244,14 @@ def activate(x: Tensor, act: Activation) -> Tensor:
 
 
 def activate_gradient(x: Tensor, grad: Tensor, act: Activation) -> Tensor:
-    """The gradient of ``activate(x, act)``, of which ``grad`` is the gradient, with respect to
-    ``x``; fp32.
-    """
+    """Return the fp32 gradient of ``activate(x, act)`` with respect to ``x``, given ``grad``."""
     curve = _curve(act)
     if not act.is_gated:
         return curve.slope(x, curve.core(x)).mul_(grad)
     a, b = x.chunk(2, dim=-1)
     core = curve.core(a)
-    of_a = curve.slope(a, core).mul_(_gate(b, act)).mul_(grad)
-    of_b = curve.value(a, core).mul_(grad)
+    a_gradient = curve.slope(a, core).mul_(_gate(b, act)).mul_(grad)
+    b_gradient = curve.value(a, core).mul_(grad)
     if act.is_clamped:
-        of_b.masked_fill_(b.abs() > f32(act.limit), 0.0)
-    return torch.cat([of_a, of_b], dim=-1)
+        b_gradient.masked_fill_(b.abs() > f32(act.limit), 0.0)
+    return torch.cat([a_gradient, b_gradient], dim=-1)

@@ -1,4 +1,4 @@
-"""A step of AdamW as torch's fused CUDA kernel makes it (``fused_adam_utils.cuh``), to the bit."""
+"""A step of AdamW with the bits of torch's fused CUDA kernel (``fused_adam_utils.cuh``)."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,17 @@ from .fma import fma
 
 
 def adamw(
-    held: Sequence[Tensor], grad: Tensor, numbers: Tensor, constants: Sequence[float]
+    state: Sequence[Tensor], grad: Tensor, numbers: Tensor, constants: Sequence[float]
 ) -> None:
-    """Update ``held``, master and moments, as ``ops.adamw_quantize`` states; by beta1, beta2, eps
-    and weight_decay.
+    """Update master and moments as ``ops.adamw_quantize`` states.
+
+    Args:
+        state: Master, first and second moment, written in place.
+        grad: Gradient.
+        numbers: lr, power1, power2, scale and found_inf.
+        constants: beta1, beta2, eps and weight_decay.
     """
-    p, m, v = held
+    p, m, v = state
     lr, power1, power2, scale, found_inf = numbers
     beta1, beta2, eps, decay = numbers.new_tensor(constants)
     g = grad.float() / scale
@@ -24,12 +29,12 @@ def adamw(
     m = fma(beta1, m, fma(-beta1, g, g))
     v = fma(beta2, v, fma(-beta2, square, square))
     p = p - lr / (1 - power1) * m / (_sqrt(v) / _sqrt(1 - power2) + eps)
-    # What arithmetic on a GPU gives.
+    # The NaN of arithmetic on a GPU.
     nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device=p.device).view(torch.float32)
-    for old, new in zip(held, (p, m, v), strict=True):
+    for old, new in zip(state, (p, m, v), strict=True):
         old.copy_(torch.where(found_inf == 1, old, torch.where(new.isnan(), nan, new)))
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    # On CPUs that of fp32 is off by a bit now and then.
+    # The fp32 square root of CPUs is sometimes off by one bit.
     return x.double().sqrt().float()

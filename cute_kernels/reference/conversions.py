@@ -1,7 +1,7 @@
 """Conversions between fp32 and the element types, and the packing of E2M1 codes.
 
-All of them saturate, and round to nearest even as the ``cvt.rn.satfinite`` instructions do, but for
-the stochastic one; a scale of E8M0 is rounded up (``cvt.rp.satfinite``).
+All conversions saturate and round to nearest even, as the ``cvt.rn.satfinite`` instructions do,
+except the stochastic one. E8M0 scales are rounded up (``cvt.rp.satfinite``).
 """
 
 import torch
@@ -22,27 +22,26 @@ _E8M0_MAX, _E8M0_NAN = 254, 255
 
 
 def f32(value: float) -> float:
+    """Round a number to fp32."""
     return float(torch.tensor(value, dtype=torch.float32, device="cpu").item())
 
 
 def mark_nan(x: Tensor, where: Tensor) -> Tensor:
-    """``x`` fp32, made NaN in place where ``where`` is set, of the bits that instructions of GPUs
-    give.
-    """
+    """Set ``x`` to the NaN of GPU instructions where ``where`` is set, in place, and return it."""
     x.view(torch.int32).masked_fill_(where, 0x7FFFFFFF)
     return x
 
 
 def encode(element: ElementType, y: Tensor) -> Tensor:
-    """Round fp32 to codes (uint8), one a byte whatever their width.
+    """Round fp32 to codes (uint8), one code per byte.
 
-    NaN gives 0x7F, and in E2M1, which has none, +6.
+    NaN gives 0x7F, or +6 in E2M1, which has no NaN.
     """
     return encode_e2m1(y) if element == E2M1 else _encode_fp8(element, y)
 
 
 def decode(element: ElementType, codes: Tensor) -> Tensor:
-    """Exact fp32 values of codes as they are stored: packed if they share bytes."""
+    """Return exact fp32 values of stored codes, which are packed if they share bytes."""
     if element == E2M1:
         return unpack_codes(codes)
     if not element.has_nan:
@@ -53,7 +52,7 @@ def decode(element: ElementType, codes: Tensor) -> Tensor:
 
 
 def pack(element: ElementType, codes: Tensor) -> Tensor:
-    """Codes of ``encode`` as they are stored, uint8."""
+    """Return codes of ``encode`` as they are stored, uint8."""
     if element.per_byte == 1:
         return codes
     if element.per_byte != 2:
@@ -64,8 +63,8 @@ def pack(element: ElementType, codes: Tensor) -> Tensor:
 def encode_e2m1(y: Tensor) -> Tensor:
     """Round fp32 to E2M1 codes 0..15 (uint8), to nearest even, saturating at 6.
 
-    The sign of zero is kept (-0.0 and negative values that round to zero give code 8) and NaN gives
-    +6 (code 7), both as the hardware's saturating conversion does.
+    The sign of zero is preserved (-0.0 and negative values that round to zero give code 8), and NaN
+    gives +6 (code 7). Both are as in the hardware's saturating conversion.
     """
     # Adding 2^22 p, whose ulp is p / 2, rounds to a multiple of that, ties to even ones.
     y, magnitude, power = _cut_to_e2m1(y)
@@ -76,7 +75,7 @@ def encode_e2m1(y: Tensor) -> Tensor:
 
 
 def _cut_to_e2m1(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``y`` without NaN and infinities, its magnitudes up to 6, and bits of a power of two p.
+    """Return ``y`` without NaN and infinities, magnitudes up to 6, and bits of a power of two p.
 
     Codes are 0.5, 1 or 2 apart in [0, 2), [2, 4) and [4, 6]: half of p.
     """
@@ -86,7 +85,7 @@ def _cut_to_e2m1(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _e2m1_codes(multiple: Tensor, y: Tensor, power: Tensor) -> Tensor:
-    """Codes of multiples of p / 2, and the signs of ``y``."""
+    """Return codes of multiples of p / 2 with the signs of ``y``."""
     # The multiples are 0..4, 2..4 and 2..3 for codes 0..4, 4..6 and 6..7: 2 log2(p) is missing.
     code = multiple.add_(power.sub_(_ONE).bitwise_right_shift_(_MANTISSA_BITS - 1))
     return code.bitwise_or_(y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)).to(
@@ -95,7 +94,7 @@ def _e2m1_codes(multiple: Tensor, y: Tensor, power: Tensor) -> Tensor:
 
 
 def round_e2m1(magnitude: Tensor) -> Tensor:
-    """What ``encode_e2m1`` rounds fp32 magnitudes to, as fp32; NaN stays NaN."""
+    """Round fp32 magnitudes as ``encode_e2m1`` does, and return them as fp32; NaN stays NaN."""
     magnitude = magnitude.clamp_max(E2M1.max)
     power = magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
     magic = power.add_((_MANTISSA_BITS - 1) << _MANTISSA_BITS).view(torch.float32)
@@ -103,13 +102,13 @@ def round_e2m1(magnitude: Tensor) -> Tensor:
 
 
 def encode_e2m1_stochastic(y: Tensor, r: Tensor) -> Tensor:
-    """Round fp32 to E2M1 codes 0..15 (uint8) up or down, as the random bytes ``r`` (uint8) say.
+    """Round fp32 to E2M1 codes 0..15 (uint8), up or down by the random bytes ``r`` (uint8).
 
-    With t the distance of codes at |y| (0.5 below 2, 1 below 4, else 2), without rounding:
+    Let t be the distance of codes at |y| (0.5 below 2, 1 below 4, else 2). Without rounding:
 
       |result| = min(6, floor(|y| / t + r / 256) t)
 
-    so that the mean over all bytes is below |y| by less than t / 256. Signs and NaN are as in
+    So the mean over all bytes is below |y| by less than t / 256. Signs and NaN are as in
     ``encode_e2m1``.
     """
     y, magnitude, power = _cut_to_e2m1(y)
@@ -138,11 +137,11 @@ def _encode_fp8(element: ElementType, v: Tensor) -> Tensor:
 def encode_e8m0(v: Tensor) -> Tensor:
     """Round fp32 up to powers of two as E8M0 bytes (uint8), saturating at 2^127; NaN gives 255.
 
-    Up to 2^-127, zero included, all become that: byte 0. The sign is dropped.
+    All numbers up to 2^-127, including zero, give 2^-127: byte 0. The sign is dropped.
     """
     bits = v.abs().view(torch.int32)
     exponent = bits >> _MANTISSA_BITS
-    # Exponent 0 belongs to the subnormals, of which the upper half is above 2^-127.
+    # Exponent 0 means subnormal; the upper half of the subnormals is above 2^-127.
     above = (bits & _MANTISSA_MASK) > torch.where(exponent == 0, _HALF, 0)
     return (
         exponent.add_(above)
@@ -153,12 +152,12 @@ def encode_e8m0(v: Tensor) -> Tensor:
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """Pack E2M1 codes (..., 2n) two a byte (..., n), the even index in the low nibble."""
+    """Pack E2M1 codes (..., 2n), two per byte (..., n), the even index in the low nibble."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def _pair_table() -> Tensor:
-    """(256,) int64: the two fp32 values of each byte, side by side."""
+    """Return (256,) int64: the two fp32 values of each byte, next to each other."""
     magnitudes = torch.tensor(_E2M1_MAGNITUDES, dtype=torch.float32, device="cpu")
     values = torch.cat([magnitudes, -magnitudes])
     byte = torch.arange(256, device="cpu")
@@ -169,7 +168,7 @@ _PAIRS = _pair_table()
 
 
 def unpack_codes(packed: Tensor) -> Tensor:
-    """Exact fp32 values (..., 2n) of packed E2M1 codes (..., n)."""
+    """Return exact fp32 values (..., 2n) of packed E2M1 codes (..., n)."""
     return (
         _PAIRS.to(packed.device)
         .index_select(0, packed.int().flatten())

@@ -1,4 +1,4 @@
-"""The update of delayed scaling: the next scales from the amaxes of earlier tensors."""
+"""Update of delayed scaling: the next scales from the amaxes of earlier tensors."""
 
 import math
 
@@ -16,25 +16,28 @@ def delayed_scaling_update(
     is_max: bool,
     skip_nonfinite: bool = False,
 ) -> None:
-    """Roll the (L, n) history of each slot and make its next (n,) scale, in place.
+    """Roll the (L, n) history of each slot and compute its next (n,) scale, in place.
 
-    ``amax`` is that of the step where it is not 0; its sign is dropped. Row 0 is where it is 0, and
-    without it. ``largest`` is what the amax is to be scaled to, an fp32 number; with ``is_max``
-    that of the last L, else the last. With ``skip_nonfinite`` an amax of the step that is infinite
-    or NaN counts as 0, and row 0 then is 0.
+    Args:
+        amax_history: (L, n) fp32; row 0 is the amax of this step.
+        scale: (n,) fp32.
+        amax: (n,) fp32 amax of this step, or 0 to use row 0; its sign is dropped.
+        largest: Number that the amax is scaled to.
+        is_max: Use the largest amax of the last L steps instead of the last one.
+        skip_nonfinite: Treat an infinite or NaN amax of this step as 0; row 0 then becomes 0.
     """
-    last = amax_history[0]
+    newest = amax_history[0]
     if amax is not None:
-        last = torch.where(amax == 0, last, amax.abs())
+        newest = torch.where(amax == 0, newest, amax.abs())
     if skip_nonfinite:
-        last = last.nan_to_num(nan=0.0, posinf=0.0)
-        amax_history[0] = last
-    rolled = torch.cat([amax_history[1:], last.unsqueeze(0)])
-    # A NaN is passed over, as ``fmax`` does; alone it leaves the scale.
-    basis = rolled.nan_to_num(nan=0.0, posinf=math.inf).amax(dim=0) if is_max else last
+        newest = newest.nan_to_num(nan=0.0, posinf=0.0)
+        amax_history[0] = newest
+    rolled = torch.cat([amax_history[1:], newest.unsqueeze(0)])
+    # The maximum ignores NaN, as ``fmax`` does; NaN alone leaves the scale unchanged.
+    basis = rolled.nan_to_num(nan=0.0, posinf=math.inf).amax(dim=0) if is_max else newest
     # Not ``largest / basis``: torch computes that as a reciprocal and a product, rounding twice.
     new = torch.full_like(basis, largest).div_(basis).clamp_max_(_FMAX)
-    is_rolled = last != 0
+    is_rolled = newest != 0
     is_scaled = is_rolled & basis.isfinite() & (basis > 0)
     rolled[0] = 0
     amax_history.copy_(torch.where(is_rolled, rolled, amax_history))

@@ -1,4 +1,4 @@
-"""The inverse of quantization for every format: codecs compute, this knows where codes lie."""
+"""Inverse of quantization for every format: codecs compute, this module finds the codes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from ..layout.slots import TILE_ROWS
 from .codecs import Codec, codec_of
 from .codecs.base import scaled
 from .conversions import decode
-from .copies import by_name, code_tiles, rows_first, slices, tile_index, tile_parts
+from .copies import buffers_by_name, code_tiles, rows_first, slices, tile_index, tile_parts
 from .groups import Groups
 from .scales import linear_row_scales, linear_scales, tile_view
 
@@ -19,13 +19,13 @@ from .scales import linear_row_scales, linear_scales, tile_view
 def dequantize(
     groups: Groups, fmt: Format, copy: Sequence[Tensor], columnwise: bool, out: Tensor
 ) -> None:
-    """Decode one direction into ``out``; rows of the tail are left as they are.
+    """Decode one direction into ``out``; rows of the tail are not written.
 
-    Of a transformed copy the transform is undone, in fp32, before the only rounding. ``copy`` are
-    the direction's buffers that a reader needs, in the order of ``fmt.operand_names``.
+    The transform of a transformed copy is undone in fp32, before the only rounding. ``copy`` has
+    the buffers of the direction that decode, in the order of ``fmt.operand_names``.
     """
     codec, out = codec_of(fmt), out.flatten(0, -2)
-    buffers = by_name(fmt.operand_names(columnwise=False), copy)
+    buffers = buffers_by_name(fmt.operand_names(columnwise=False), copy)
     if columnwise:
         _dequantize_tiles(codec, groups, buffers, out)
         return
@@ -35,15 +35,16 @@ def dequantize(
 
 
 def _dequantize_rows(codec: Codec, groups: Groups, copy: Mapping[str, Tensor], out: Tensor) -> None:
+    """Decode a rowwise copy, row by row."""
     scale, level, cols = codec.fmt.scale, codec.fmt.global_scale, out.shape[1]
     vec = cols if scale is None else scale.vec_size
     row, slot = groups.slot_of_row()
     group = groups.group_of_row()
-    for part in slices(len(row), cols):
-        source = row[part]
+    for rows in slices(len(row), cols):
+        source = row[rows]
         stored = vector = None
         if scale is not None:
-            stored = linear_row_scales(codec.fmt, copy["scales"], slot[part], cols)
+            stored = linear_row_scales(codec.fmt, copy["scales"], slot[rows], cols)
         if level is not None:
             index = source if level.per == "row" else group[source]
             vector = copy[level.buffers[0]][index, None]
@@ -54,6 +55,7 @@ def _dequantize_rows(codec: Codec, groups: Groups, copy: Mapping[str, Tensor], o
 def _dequantize_tiles(
     codec: Codec, groups: Groups, copy: Mapping[str, Tensor], out: Tensor
 ) -> None:
+    """Decode a columnwise copy, tile by tile."""
     fmt, scale, cols = codec.fmt, codec.fmt.scale, out.shape[1]
     level = fmt.columnwise_global_scale
     vec = TILE_ROWS if scale is None else scale.vec_size

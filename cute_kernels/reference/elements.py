@@ -1,23 +1,29 @@
-"""What is quantized: rows of fp32 elements, made in parts so that they never exist as a whole."""
+"""Elements to quantize: rows of fp32 values.
+
+They are computed in slices, so that they never exist as a whole.
+"""
 
 import torch
 from torch import Tensor
 
 from ..formats.activations import Activation
+from .absmax import absmax
 from .activations import activate
 from .copies import slices
-from .reductions import absmax
 
 
 class Elements:
-    """(rows, cols) elements of a plain tensor (T, W) or (G, N, W), or of what an activation makes
-    of one.
+    """Elements (rows, cols) of a plain tensor (T, W) or (G, N, W), optionally after an activation.
 
-    With ``rounds_activation`` that is rounded to the dtype of ``x`` (``Format.rounds_activation``).
+    Args:
+        x: Plain tensor.
+        activation: Activation to apply; None for none.
+        rounds_activation: Round the result of the activation to the dtype of ``x``
+            (``Format.rounds_activation``).
 
     Attributes:
         rows: T, or G * N.
-        cols: W, or half of it of a gated activation.
+        cols: W, or half of it after a gated activation.
     """
 
     def __init__(
@@ -33,19 +39,16 @@ class Elements:
         self.device: torch.device = x.device
 
     def take(self, rows: slice | Tensor) -> Tensor:
-        """(..., cols) fp32 elements of the given rows: a slice, or an int64 tensor of indices."""
+        """Return (..., cols) fp32 elements of rows: a slice, or an int64 tensor of indices."""
         x = self._x[rows].float()
         if self._activation is None:
             return x
-        made = activate(x, self._activation)
-        return made.to(self.dtype).float() if self._rounds_activation else made
+        activated = activate(x, self._activation)
+        return activated.to(self.dtype).float() if self._rounds_activation else activated
 
     def absmax(self, *, nan: bool = False) -> Tensor:
-        """(rows,) fp32, the largest magnitude of each row;
-
-        NaN is passed over, or with ``nan`` the result.
-        """
+        """Return (rows,) fp32, the amax of each row; it ignores NaN, or keeps it with ``nan``."""
         if self._activation is None:
             return absmax(self._x, nan=nan)
-        parts = [absmax(self.take(part), nan=nan) for part in slices(self.rows, self._x.shape[1])]
-        return torch.cat(parts) if parts else self._x.new_zeros(0, dtype=torch.float32)
+        maxima = [absmax(self.take(rows), nan=nan) for rows in slices(self.rows, self._x.shape[1])]
+        return torch.cat(maxima) if maxima else self._x.new_zeros(0, dtype=torch.float32)

@@ -1,21 +1,21 @@
-"""Grouped GEMM of ragged rows by one matrix a group, and of two ragged operands over their rows.
+"""Grouped GEMM of ragged rows by one matrix per group, and of two ragged operands over their rows.
 
-``reference.dots`` says what the accumulator is. The epilogue works in fp32, each step rounded:
+``reference.dots`` defines the accumulator. The epilogue works in fp32, each step rounded:
 
-  l_x = fl(vector_x * factor_x)           the second level of an operand that has one: NVFP4's
-                      amax times fl(1/2688), FP8's scale_inv times 1
-  f   = fl(l_a * l_b), or the one that there is, or 1
+  l_x = fl(vector_x * factor_x)           global scale of an operand, if it has one: NVFP4's amax
+                                          times fl(1/2688), FP8's scale_inv times 1
+  f   = fl(l_a * l_b), or the one that exists, or 1
   f   = fl(f * alpha)                     if alpha is given
-  out = cast(fl(fl(fl(acc * f) + bias) + out))                  bias and out if asked for
+  out = cast(fl(fl(fl(acc * f) + bias) + out))                  bias and out if requested
 
-A factor is that of the operand's own record, and a vector that of the copy that is read.
+``factor_x`` comes from the record of the operand, ``vector_x`` from the copy that is read.
 """
 
 from torch import Tensor
 
 from ..layout.shapes import round_up
 from ..layout.slots import TILE_ROWS
-from .dots import Adder, dot
+from .dots import AccumulationModel, dot
 from .groups import Groups
 from .operands import Operand, Rows
 
@@ -28,6 +28,7 @@ def _store(
     bias: Tensor | None,
     accumulate: bool,
 ) -> None:
+    """Apply the epilogue to an accumulator and write ``out``."""
     if alpha is not None:
         factor = alpha if factor is None else factor * alpha
     if factor is not None:
@@ -40,7 +41,7 @@ def _store(
 
 
 def _spans(groups: Groups) -> list[tuple[int, int, int]]:
-    """(group, first row, end row) of the groups that have rows."""
+    """Return (group, first row, end row) of the groups that have rows."""
     starts, rows = groups.starts.tolist(), groups.rows.tolist()
     return [(g, s, s + m) for g, (s, m) in enumerate(zip(starts, rows, strict=True)) if m > 0]
 
@@ -76,15 +77,15 @@ def m_grouped_gemm(
         split: where the operands have no block scales, and that matters to the tensor core,
             sums move to fp32 every 128 of K.
     """
-    adder = Adder(tensor_core, "b", split)
+    adder = AccumulationModel(tensor_core, "b", split)
     first_tile = groups.first_tile.tolist()
     depth = a.codes.shape[1] if a.fmt is None else a.fmt.element.count(a.codes.shape[1])
     for g, start, end in _spans(groups):
         rows = slice(start, end)
-        left = a.rows(rows, first_tile[g] * TILE_ROWS, depth)
+        a_rows = a.rows(rows, first_tile[g] * TILE_ROWS, depth)
         _store(
             out[rows],
-            dot(left, _matrix(b.of_group(g), depth, transpose_b), adder),
+            dot(a_rows, _matrix(b.select_group(g), depth, transpose_b), adder),
             _product(a.factor(g, rows), b.factor(g, rows)),
             None if alpha is None else alpha[g],
             None if bias is None else bias[g],
@@ -93,15 +94,17 @@ def m_grouped_gemm(
 
 
 def _matrix(b: Operand, depth: int, transpose_b: bool) -> Rows:
+    """Return the matrix of one group with its rows along N."""
     if b.fmt is None:
         return Rows(b.codes.T if transpose_b else b.codes)
     return b.columns(0, depth) if b.columnwise else b.rows(slice(0, len(b.codes)), 0, depth)
 
 
-def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first * second
+def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return the product of two optional factors."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a * b
 
 
 def k_grouped_gemm(
@@ -115,25 +118,29 @@ def k_grouped_gemm(
     tensor_core: str | None,
     split: bool = False,
 ) -> None:
-    """A's group g (m, N), transposed, times B's group g (m, K) into ``out[g]`` (N, K).
+    """Multiply A's group g (m, N), transposed, by B's group g (m, K) into ``out[g]`` (N, K).
 
-    An empty group gives zeros, or leaves ``out[g]`` alone when accumulating. With ``tensor_core``
-    instructions start at the group's first row, and rows past its last count as zeros.
+    An empty group gives zeros, or leaves ``out[g]`` unchanged when accumulating. With
+    ``tensor_core``, instructions start at the group's first row, and rows past its last row count
+    as zeros. The other arguments are as in ``m_grouped_gemm``.
 
-    ``a`` is (T, N), plain or a columnwise ragged copy; ``b`` (T, K), likewise, in the same slots,
-    and a plain one may have an index; ``out`` (G, N, K), any floating dtype. The others:
-    ``m_grouped_gemm``.
+    Args:
+        a: (T, N), plain or a columnwise ragged copy.
+        b: (T, K), plain or a columnwise ragged copy in the same slots; if plain, it may have an
+            index.
+        groups: Rows of each group.
+        out: (G, N, K), any floating dtype.
     """
-    adder = Adder(tensor_core, "a", split)
+    adder = AccumulationModel(tensor_core, "a", split)
     first_tile = groups.first_tile.tolist()
     if not accumulate:
         out[groups.rows == 0] = 0
     for g, start, end in _spans(groups):
         rows = slice(start, end)
-        left, right = (_transposed(x, rows, first_tile[g] * TILE_ROWS) for x in (a, b))
+        a_rows, b_rows = (_transposed(x, rows, first_tile[g] * TILE_ROWS) for x in (a, b))
         _store(
             out[g],
-            dot(left, right, adder),
+            dot(a_rows, b_rows, adder),
             _product(a.factor(g, rows), b.factor(g, rows)),
             None if alpha is None else alpha[g],
             None,
@@ -142,7 +149,7 @@ def k_grouped_gemm(
 
 
 def _transposed(x: Operand, rows: slice, first_slot: int) -> Rows:
-    """The columns of one group, its rows as K; those of a block that it does not fill are zeros."""
+    """Return the columns of one group, with its rows as K; missing rows of a block are zeros."""
     if x.fmt is None:
         return Rows(x.rows(rows, 0, 0).codes.T)
     vec = 1 if x.fmt.scale is None else x.fmt.scale.vec_size

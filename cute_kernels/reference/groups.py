@@ -1,4 +1,4 @@
-"""Where the rows of each group lie: in the input, and in slot order."""
+"""Positions of the rows of each group, in the input and in slot order."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ class Groups:
 
     Attributes:
         starts: (G,) int64, first row of each group.
-        rows: (G,) int64, rows of each group.
+        rows: (G,) int64, number of rows of each group.
         first_tile: (G,) int64, first slot tile of each group.
-        num_rows: rows of the matrix, the tail included.
-        num_tiles: tiles of the slot buffer.
-        is_uniform: every group has the same number of rows and of tiles.
+        num_rows: Number of rows of the matrix, including the tail.
+        num_tiles: Number of tiles of the slot buffer.
+        is_uniform: True if all groups have the same number of rows and of tiles.
     """
 
     starts: Tensor
@@ -31,7 +31,7 @@ class Groups:
 
     @classmethod
     def ragged(cls, offs: Tensor, num_rows: int) -> "Groups":
-        """Groups that end at the rows ``offs``, clamped to the matrix and to be non-decreasing."""
+        """Return groups with end rows ``offs``, clamped to the matrix and to be non-decreasing."""
         ends = offs.long().clamp(0, num_rows).cummax(0).values if len(offs) else offs.long()
         starts = torch.cat([ends.new_zeros(1), ends])[:-1]
         first_tile = starts // TILE_ROWS + torch.arange(len(ends), device=offs.device)
@@ -46,7 +46,7 @@ class Groups:
 
     @classmethod
     def uniform(cls, num_groups: int, rows: int, device: torch.device) -> "Groups":
-        """``num_groups`` groups of ``rows`` rows each, one after the other."""
+        """Return ``num_groups`` consecutive groups of ``rows`` rows each."""
         group = torch.arange(num_groups, device=device)
         tiles = uniform_tiles(rows)
         counts = torch.full_like(group, rows)
@@ -60,8 +60,10 @@ class Groups:
         )
 
     @classmethod
-    def of(cls, shape: Sequence[int], offs: Tensor | None, device: torch.device) -> "Groups":
-        """The groups of a (T, ...) tensor cut at ``offs``, or of a (G, N, ...) one without."""
+    def from_shape(
+        cls, shape: Sequence[int], offs: Tensor | None, device: torch.device
+    ) -> "Groups":
+        """Return the groups of a ragged (T, ...) tensor, or of a uniform (G, N, ...) one."""
         return (
             cls.uniform(shape[0], shape[1], device) if offs is None else cls.ragged(offs, shape[0])
         )
@@ -70,23 +72,23 @@ class Groups:
         return len(self.starts)
 
     def group_of_row(self) -> Tensor:
-        """(num_rows,) int64: the group of each row, G for rows of the tail."""
+        """Return (num_rows,) int64: the group of each row, G for rows of the tail."""
         row = torch.arange(self.num_rows, device=self.starts.device)
         return torch.searchsorted(self.starts + self.rows, row, right=True)
 
     def slot_of_row(self) -> tuple[Tensor, Tensor]:
-        """The live rows, and the slot row of each: two int64 vectors of equal length."""
+        """Return the live rows and the slot row of each, as int64 vectors."""
         group = self.group_of_row()
         row = torch.nonzero(group < len(self)).squeeze(1)
         group = group[row]
         return row, self.first_tile[group] * TILE_ROWS + row - self.starts[group]
 
     def used_tiles(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The slot tiles that belong to a group.
+        """Return the slot tiles that belong to a group.
 
         Returns:
-            tile (U,), group (U,) and row (U, 128), all int64. ``row`` is the matrix row held by
-            each slot row, or -1 in the padding of a group's last tile.
+            tile (U,), group (U,) and row (U, 128), all int64. ``row`` is the matrix row in each
+            slot row, or -1 in the padding of a group's last tile.
         """
         device = self.starts.device
         tiles = (self.rows + TILE_ROWS - 1) // TILE_ROWS

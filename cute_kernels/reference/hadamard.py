@@ -1,36 +1,36 @@
-"""The random Hadamard transform of NVFP4's columnwise copy: x^T cut in chunks of 16, times T.
+"""Random Hadamard transform of NVFP4's columnwise copy: chunks of 16 of x^T, times T.
 
   T = diag(s) H16 / 4,    H16[i, j] = (-1)^popcount(i & j)
 
-with fixed signs s; T is orthogonal. It spreads an outlier over the chunk, and drops out of a
-product over rows whose operands both carry it.
+The signs s are fixed, and T is orthogonal. It spreads an outlier over its chunk, and cancels in a
+product over rows if both operands are transformed.
 
-A sum of 16 products depends on its order where the exponents of a chunk's values are more than 12
-apart (else all partial sums are multiples of one power of two that 24 bits hold, and exact). So the
-order is part of the format: products with 1/4 and the sign, which are exact, then four stages of
-sums and differences in fp32, of elements i and i + 8, i + 4, i + 2 and i + 1 in that order: 4
-additions an element.
+A sum of 16 products depends on its order if the exponents of a chunk's values are more than 12
+apart. (Otherwise all partial sums are multiples of one power of two that fit in 24 bits, and
+exact.) So the order is part of the format. First come products with 1/4 and the sign, which are
+exact. Then come four stages of sums and differences in fp32, of elements i and i + 8, i + 4, i + 2
+and i + 1 in that order: 4 additions per element.
 """
 
 import torch
 from torch import Tensor
 
-#: Elements that are mixed with each other.
+#: Number of elements that the transform mixes.
 CHUNK = 16
 #: Bit i is set where s[i] is -1: TransformerEngine's signs.
 SIGN_MASK = 0xD7E8
 
 
 def transform(x: Tensor) -> Tensor:
-    """Each chunk (..., 16, n) times T along its second to last dimension, in fp32.
+    """Multiply each chunk (..., 16, n) by T along its second to last dimension, in fp32.
 
-    An infinity or a NaN spreads over its chunk.
+    Infinity and NaN spread over their chunk.
     """
     return _butterflies(x * _signs(x))
 
 
 def undo(y: Tensor) -> Tensor:
-    """Each chunk (..., 16, n) of transformed values times T^T, in fp32: what was transformed.
+    """Multiply each chunk (..., 16, n) of transformed values by T^T, in fp32.
 
     The factor 1/4 comes first, then the four stages as in ``transform``, then the signs.
     """
@@ -38,16 +38,16 @@ def undo(y: Tensor) -> Tensor:
 
 
 def _signs(like: Tensor) -> Tensor:
-    """(16, 1) fp32: s / 4."""
+    """Return s / 4, (16, 1) fp32."""
     signs = [-0.25 if SIGN_MASK >> i & 1 else 0.25 for i in range(CHUNK)]
     return torch.tensor(signs, dtype=torch.float32, device=like.device).unsqueeze(1)
 
 
 def _butterflies(v: Tensor) -> Tensor:
-    """H16 times chunks (..., 16, n)."""
+    """Multiply chunks (..., 16, n) by H16."""
     distance = CHUNK // 2
     while distance:
-        # (..., pairs of halves, which half, distance, n)
+        # (..., pairs of halves, half, distance, n)
         low, high = v.unflatten(-2, (-1, 2, distance)).unbind(-3)
         v = torch.stack([low + high, low - high], dim=-3).flatten(-4, -2)
         distance //= 2

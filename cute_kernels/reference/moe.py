@@ -14,14 +14,14 @@ from .activations import activate_gradient as gradient_of_elements
 def compute_routing(
     expert_ids: Tensor, offs: Tensor, token: Tensor, pair: Tensor, row: Tensor
 ) -> None:
-    """Sort pairs of a token and an expert by expert, those of one expert in the order of tokens.
+    """Sort pairs of a token and an expert by expert, pairs of one expert in the order of tokens.
 
     Args:
-        expert_ids: (T, k); what is not in [0, E) is no expert.
-        offs: (E,) written: the end row of each expert.
-        token: (T * k,) written: the token of each row, -1 in the tail.
+        expert_ids: (T, k); ids outside [0, E) mean no expert.
+        offs: (E,) written: end row of each expert.
+        token: (T * k,) written: token of each row, -1 in the tail.
         pair: (T * k,) written: t * k + j of each row, -1 in the tail.
-        row: (T, k) written: the row of each pair, -1 of those without an expert.
+        row: (T, k) written: row of each pair, -1 for pairs without an expert.
     """
     experts, ids = offs.shape[0], expert_ids.flatten().long()
     routed = (ids >= 0) & (ids < experts)
@@ -33,13 +33,13 @@ def compute_routing(
     in_tail = ~routed[order]
     pair.copy_(order.masked_fill(in_tail, -1))
     token.copy_((order // max(1, expert_ids.shape[1])).masked_fill(in_tail, -1))
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    row.copy_(place.masked_fill_(~routed, -1).view_as(row))
+    position = torch.empty_like(order)
+    position[order] = torch.arange(len(order), device=order.device)
+    row.copy_(position.masked_fill_(~routed, -1).view_as(row))
 
 
 def gather(x: Tensor, index: Tensor, out: Tensor) -> None:
-    """Write ``x[index[r]]`` to ``out[r]``, zeros where the index is none of a row of ``x``."""
+    """Write ``x[index[r]]`` to ``out[r]``, or zeros if there is no such row of ``x``."""
     there = (index >= 0) & (index < x.shape[0])
     if not x.shape[0]:
         out.zero_()
@@ -51,8 +51,8 @@ def gather(x: Tensor, index: Tensor, out: Tensor) -> None:
 def combine(h: Tensor, row: Tensor, weight: Tensor | None, y: Tensor) -> None:
     """Write the sums over k of ``weight[t, k] * h[row[t, k]]`` to ``y[t]``.
 
-    From 0 on in ascending k, each product and each sum rounded to fp32, one cast at the end. What
-    is none of the rows of ``h`` is left out.
+    The sum starts from 0 in ascending k. Each product and each sum is rounded to fp32, with one
+    cast at the end. Indices of no row of ``h`` are skipped.
     """
     sums = h.new_zeros(y.shape, dtype=torch.float32)
     for k in range(row.shape[1]):
@@ -67,11 +67,12 @@ def combine(h: Tensor, row: Tensor, weight: Tensor | None, y: Tensor) -> None:
 
 
 def _halves(x: Tensor, interleaved: bool) -> Tensor:
-    """[A | B] of columns that alternate."""
+    """Return [A | B] of columns that alternate."""
     return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if interleaved else x
 
 
 def _live(x: Tensor, offs: Tensor | None) -> slice:
+    """Return the slice of rows that belong to a group."""
     return slice(0, len(x) if offs is None else min(len(x), max(0, int(offs[-1]))))
 
 
@@ -93,53 +94,53 @@ def activate_gradient(
     pair: Tensor | None,
     outputs: Sequence[Tensor],
 ) -> None:
-    """Write the gradient with respect to ``x``, and with weights what depends on them.
+    """Write the gradient with respect to ``x`` and, with weights, the results that depend on them.
 
-    With a = ``act(x)`` rounded to the dtype of ``x`` and p the weight of the row, all in fp32:
+    Let a be ``act(x)`` rounded to the dtype of ``x``, and p the weight of the row, all in fp32:
 
       outputs[0] = the gradient of act at x, given fl(p * grad)
       outputs[1] = fl(p * a)
       outputs[2] = sum of fl(grad * a)
 
-    The sum is that of tiles of 128 columns, added from 0 on in ascending order. In tile i lane l of
-    16 adds columns 128 i + 8 l + j in ascending j from 0 on; the lanes are added as a tree, l and l
-    + 8 first.
+    The sum has tiles of 128 columns, added from 0 on in ascending order. In tile i, lane l of 16
+    adds columns 128 i + 8 l + j in ascending j from 0 on. The lanes are added as a tree, l and
+    l + 8 first.
     """
     live = _live(x, offs)
     numbers, g = _halves(x[live].float(), interleaved), grad[live].float()
     p = None
     if weight is not None and pair is not None:
         _, scaled, dweight = outputs
-        at = pair[live].long()
-        there = (at >= 0) & (at < weight.numel())
-        p = torch.where(there, weight.flatten()[torch.where(there, at, 0)], 0).unsqueeze(1)
+        index = pair[live].long()
+        is_valid = (index >= 0) & (index < weight.numel())
+        p = torch.where(is_valid, weight.flatten()[torch.where(is_valid, index, 0)], 0).unsqueeze(1)
         a = activate_elements(numbers, act).to(x.dtype).float()
         scaled[live] = (p * a).to(x.dtype)
         sums = tile_sum(g * a)
-        dweight.view(-1)[at[there]] = sums[there]
+        dweight.view(-1)[index[is_valid]] = sums[is_valid]
         g = p * g
-    into = outputs[0]
+    gradient = outputs[0]
     dx = gradient_of_elements(numbers, g, act)
     if interleaved:
         dx = dx.unflatten(-1, (2, -1)).mT.flatten(-2)
-    into[live] = dx.to(x.dtype)
+    gradient[live] = dx.to(x.dtype)
 
 
 def tile_sum(terms: Tensor) -> Tensor:
-    """The sum of each row, in the order of ``activate_gradient``."""
+    """Return the sum of each row, in the order of ``activate_gradient``."""
     tiles = torch.nn.functional.pad(terms, (0, -terms.shape[1] % TILE_ROWS)).unflatten(
         1, (-1, 16, 8)
     )
     lanes, sums = torch.zeros_like(tiles[..., 0]), terms.new_zeros(len(terms))
     for j in range(8):
         lanes += tiles[..., j]
-    for of_tile in _tree(lanes).unbind(1):
-        sums += of_tile
+    for tile_total in _tree(lanes).unbind(1):
+        sums += tile_total
     return sums
 
 
 def warp_sum(terms: Tensor) -> Tensor:
-    """The sum of each row, in the order of a warp whose lane l takes every 32nd number from l on."""
+    """Return row sums in the order of a warp whose lane l adds numbers l, l + 32, ..."""
     strips = torch.nn.functional.pad(terms, (0, -terms.shape[1] % 32)).unflatten(1, (-1, 32))
     lanes = terms.new_zeros(len(terms), 32)
     for i in range(strips.shape[1]):
@@ -148,7 +149,7 @@ def warp_sum(terms: Tensor) -> Tensor:
 
 
 def _tree(lanes: Tensor) -> Tensor:
-    """The sum of the last dimension, its halves added until there is one number."""
+    """Return the sum of the last dimension, halves added until one number is left."""
     while lanes.shape[-1] > 1:
         a, b = lanes.chunk(2, -1)
         lanes = a + b

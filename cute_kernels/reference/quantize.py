@@ -1,4 +1,4 @@
-"""Quantization of grouped rows for every format: codecs compute, this lays out.
+"""Quantization of grouped rows for every format: codecs compute, this module arranges the results.
 
 Rows are converted with blocks along K, slot tiles of 128 rows with blocks along the rows. Square
 blocks are converted by slot tiles for both directions.
@@ -15,30 +15,31 @@ from cute_kernels.reference import hadamard
 from ..formats import Format
 from ..layout.shapes import ceil_div
 from ..layout.slots import TILE_ROWS
+from .absmax import absmax
 from .codecs import Codec, codec_of
 from .conversions import pack
-from .copies import by_name, code_tiles, rows_first, slices, tile_index, tile_parts
+from .copies import buffers_by_name, code_tiles, rows_first, slices, tile_index, tile_parts
 from .elements import Elements
 from .groups import Groups
-from .random_numbers import Draws
-from .reductions import absmax, group_amax
+from .random_numbers import RandomNumbers
+from .reductions import group_amax
 from .scales import lay_scales, tile_view
 
 
-class Given(NamedTuple):
-    """What the caller gives beside the elements.
+class QuantizeInputs(NamedTuple):
+    """Inputs of quantization besides the elements.
 
     Attributes:
-        amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped. (2,
-            G), rowwise and columnwise, where both are asked for of a format whose
-            columnwise copy is transformed.
-        scale: (G,) fp32 scale per group, of formats that take it (``Format.has_given_scale``).
-        draws: what codes of stochastic formats are rounded by.
+        amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped. (2, G),
+            rowwise and columnwise, if both directions are requested and the format transforms
+            its columnwise copy.
+        scale: (G,) fp32 scale per group, for formats that take it (``Format.has_given_scale``).
+        random: Random bytes for stochastic formats.
     """
 
     amax: Tensor | None = None
     scale: Tensor | None = None
-    draws: Draws | None = None
+    random: RandomNumbers | None = None
 
 
 def quantize(
@@ -46,46 +47,46 @@ def quantize(
     groups: Groups,
     fmt: Format,
     out: Mapping[str, Tensor],
-    given: Given = Given(),  # noqa: B008  (immutable)
+    inputs: QuantizeInputs = QuantizeInputs(),  # noqa: B008  (immutable)
 ) -> None:
     """Quantize groups of elements into the buffers of one or both directions.
 
-    They are named as in ``layout.buffers`` for the directions that are asked for. What is ``given``
-    is not computed.
+    ``out`` has the buffers of the requested directions by the names of ``layout.buffers``. Inputs
+    in ``inputs`` are used instead of computed.
     """
     codec = codec_of(fmt, elements.dtype)
     rowwise, columnwise = (_named(fmt, out, direction) for direction in (False, True))
     if rowwise and groups.is_uniform:
         rowwise = rows_first(rowwise)
     if fmt.global_scale is None:
-        # Nobody asks for amaxes of whole rows, which take a pass over all elements.
+        # No one needs amaxes of whole rows, which take a pass over all elements.
         per_row = torch.zeros(1, dtype=torch.float32, device=elements.device).expand(elements.rows)
     else:
         per_row = elements.absmax(nan=fmt.amaxes_keep_nan)
-    per_group = _group_amaxes(elements, groups, fmt, per_row, given.amax, bool(columnwise))
+    per_group = _group_amaxes(elements, groups, fmt, per_row, inputs.amax, bool(columnwise))
     for is_columnwise, copy in ((False, rowwise), (True, columnwise)):
         if copy:
             _store_level(
-                codec, groups, copy, per_row, per_group[is_columnwise], given.scale, is_columnwise
+                codec, groups, copy, per_row, per_group[is_columnwise], inputs.scale, is_columnwise
             )
-    # What the scales of blocks follow from.
-    second = per_group if given.scale is None else (given.scale, given.scale)
+    # Amaxes or given scales, from which block scales follow.
+    basis = per_group if inputs.scale is None else (inputs.scale, inputs.scale)
     if rowwise and not fmt.is_2d:
         level = fmt.global_scale
         if level is not None and level.per == "row":
             g = per_row
         else:
-            g = second[0][groups.group_of_row().clamp_max_(max(0, len(groups) - 1))]
-        _quantize_rows(codec, elements, groups, g, rowwise, given.draws)
+            g = basis[0][groups.group_of_row().clamp_max_(max(0, len(groups) - 1))]
+        _quantize_rows(codec, elements, groups, g, rowwise, inputs.random)
     if columnwise or (rowwise and fmt.is_2d):
         _quantize_tiles(
             codec,
             elements,
             groups,
-            second[1],
+            basis[1],
             rowwise if fmt.is_2d else {},
             columnwise,
-            given.draws,
+            inputs.random,
         )
 
 
@@ -94,12 +95,12 @@ def _group_amaxes(
     groups: Groups,
     fmt: Format,
     per_row: Tensor,
-    given: Tensor | None,
+    amax: Tensor | None,
     is_columnwise: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(G,) amaxes of the groups rowwise, and columnwise if that is asked for."""
-    if given is not None:
-        rowwise, columnwise = given.abs().expand(2, -1)
+    """Return (G,) amaxes of the groups, rowwise and columnwise."""
+    if amax is not None:
+        rowwise, columnwise = amax.abs().expand(2, -1)
         return rowwise, columnwise
     rowwise = group_amax(per_row, groups)
     is_own = is_columnwise and fmt.is_transformed
@@ -107,6 +108,7 @@ def _group_amaxes(
 
 
 def _transformed_amax(elements: Elements, groups: Groups, nan: bool) -> Tensor:
+    """Return (G,) amaxes of the transformed values."""
     out = torch.zeros(len(groups), dtype=torch.float32, device=elements.device)
     for _, group, row in tile_parts(groups, elements.cols):
         out.scatter_reduce_(
@@ -119,10 +121,10 @@ def _transformed_amax(elements: Elements, groups: Groups, nan: bool) -> Tensor:
 
 
 def _named(fmt: Format, out: Mapping[str, Tensor], columnwise: bool) -> dict[str, Tensor]:
-    """The buffers of one direction by their rowwise names; none if it is not asked for."""
+    """Return the buffers of one direction by their rowwise names; empty if it is not requested."""
     if ("codes_t" if columnwise else "codes") not in out:
         return {}
-    return by_name(
+    return buffers_by_name(
         fmt.buffer_names(columnwise=False), [out[name] for name in fmt.buffer_names(columnwise)]
     )
 
@@ -136,15 +138,18 @@ def _store_level(
     scale: Tensor | None,
     columnwise: bool,
 ) -> None:
+    """Write the vectors of the global scale."""
     level = codec.fmt.global_scale_for(columnwise)
     if level is None:
         return
     if level.per == "group":
-        for name, vector in zip(level.buffers, codec.level(per_group, scale), strict=True):
+        for name, vector in zip(
+            level.buffers, codec.global_scale_vectors(per_group, scale), strict=True
+        ):
             copy[name].copy_(vector)
         return
     live = groups.group_of_row() < len(groups)
-    for name, vector in zip(level.buffers, codec.level(per_row), strict=True):
+    for name, vector in zip(level.buffers, codec.global_scale_vectors(per_row), strict=True):
         copy[name][live] = vector[live]
 
 
@@ -154,9 +159,9 @@ def _quantize_rows(
     groups: Groups,
     g: Tensor,
     copy: Mapping[str, Tensor],
-    draws: Draws | None,
+    random: RandomNumbers | None,
 ) -> None:
-    """The rowwise copy, blocks along K; ``g`` is the amax of each row, or of its group."""
+    """Write the rowwise copy, blocks along K; ``g`` is the amax of each row or of its group."""
     fmt, scale, cols = codec.fmt, codec.fmt.scale, elements.cols
     vec = cols if scale is None else scale.vec_size
     row, slot = groups.slot_of_row()
@@ -164,24 +169,24 @@ def _quantize_rows(
     if scale is not None:
         shape = groups.num_tiles * TILE_ROWS, ceil_div(cols, vec)
         linear = torch.zeros(shape, dtype=scale.dtype, device=elements.device)
-    for part in slices(len(slot), cols):  # the live rows are the first ones
-        blocks = _whole_blocks(elements.take(part), vec).unflatten(1, (-1, vec))
-        drawn = None if draws is None else draws.rows(row[part]).unflatten(1, (-1, vec))
+    for rows in slices(len(slot), cols):  # the live rows are the first ones
+        blocks = _whole_blocks(elements.take(rows), vec).unflatten(1, (-1, vec))
+        random_bytes = None if random is None else random.rows(row[rows]).unflatten(1, (-1, vec))
         encoded, stored = codec.encode(
-            blocks, absmax(blocks, nan=fmt.amaxes_keep_nan), g[part, None], drawn
+            blocks, absmax(blocks, nan=fmt.amaxes_keep_nan), g[rows, None], random_bytes
         )
-        copy["codes"][part] = pack(fmt.element, encoded.flatten(1)[:, :cols])
+        copy["codes"][rows] = pack(fmt.element, encoded.flatten(1)[:, :cols])
         if linear is not None and stored is not None:
-            linear[slot[part]] = stored
+            linear[slot[rows]] = stored
     if linear is not None:
         tile, _, _ = groups.used_tiles()
-        by_tile = linear.view(groups.num_tiles, TILE_ROWS, linear.shape[1])
+        tiled = linear.view(groups.num_tiles, TILE_ROWS, linear.shape[1])
         tiles = tile_view(fmt, copy["scales"], columnwise=False)
-        tiles[tile_index(groups, tile)] = lay_scales(fmt, by_tile[tile], columnwise=False)
+        tiles[tile_index(groups, tile)] = lay_scales(fmt, tiled[tile], columnwise=False)
 
 
 def _whole_blocks(x: Tensor, vec: int) -> Tensor:
-    """``x`` with zeros after its last dimension up to a multiple of ``vec``: no amax sees them."""
+    """Pad the last dimension with zeros to a multiple of ``vec``; zeros do not change an amax."""
     missing = -x.shape[-1] % vec
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
@@ -193,9 +198,9 @@ def _quantize_tiles(
     per_group: Tensor,
     rowwise: Mapping[str, Tensor],
     columnwise: Mapping[str, Tensor],
-    draws: Draws | None,
+    random: RandomNumbers | None,
 ) -> None:
-    """The columnwise copy, and the rowwise one of square blocks, slot tile by slot tile."""
+    """Write the columnwise copy, and the rowwise copy of square blocks, tile by tile."""
     fmt, scale, cols = codec.fmt, codec.fmt.scale, elements.cols
     vec = TILE_ROWS if scale is None else scale.vec_size
     for tile, group, row in tile_parts(groups, cols):
@@ -205,35 +210,35 @@ def _quantize_tiles(
         if fmt.is_2d:
             squares = absmax(_whole_blocks(a, vec).unflatten(2, (-1, vec)), nan=fmt.amaxes_keep_nan)
             a = squares.repeat_interleave(vec, dim=2)[..., :cols]
-        drawn = None
-        if draws is not None:
-            # Both directions of square blocks have one rule.
-            drawn = (
-                _column_blocks(draws.rows(row.clamp_min(0)), vec)
+        random_bytes = None
+        if random is not None:
+            # Both directions of square blocks follow the rowwise rule.
+            random_bytes = (
+                _column_blocks(random.rows(row.clamp_min(0)), vec)
                 if fmt.is_2d
-                else draws.tiles(tile)
+                else random.tiles(tile)
             )
-        encoded, stored = codec.encode(blocks, a, per_group[group, None, None], drawn)
+        encoded, stored = codec.encode(blocks, a, per_group[group, None, None], random_bytes)
         codes = encoded.movedim(-1, 2).flatten(1, 2)  # (t, 128, K)
-        codes = codes.masked_fill(~_held(fmt, live).unsqueeze(-1), 0)
+        codes = codes.masked_fill(~_occupied_slots(fmt, live).unsqueeze(-1), 0)
         index = tile_index(groups, tile)
         if columnwise:
-            lying = codes if fmt.columnwise == "untransposed" else codes.mT
-            code_tiles(fmt, columnwise["codes"])[index] = pack(fmt.element, lying)
+            oriented = codes if fmt.columnwise == "untransposed" else codes.mT
+            code_tiles(fmt, columnwise["codes"])[index] = pack(fmt.element, oriented)
             if stored is not None:
                 tiles = tile_view(fmt, columnwise["scales"], columnwise=True)
                 tiles[index] = lay_scales(fmt, stored.mT, columnwise=True)
         if rowwise:
             rowwise["codes"][row[live]] = pack(fmt.element, codes[live])
             if stored is not None:
-                by_row = stored[..., ::vec].repeat_interleave(vec, dim=1)  # (t, 128, K / vec)
-                by_row = by_row.masked_fill(~live.unsqueeze(-1), 0)
+                row_scales = stored[..., ::vec].repeat_interleave(vec, dim=1)  # (t, 128, K / vec)
+                row_scales = row_scales.masked_fill(~live.unsqueeze(-1), 0)
                 tiles = tile_view(fmt, rowwise["scales"], columnwise=False)
-                tiles[index] = lay_scales(fmt, by_row, columnwise=False)
+                tiles[index] = lay_scales(fmt, row_scales, columnwise=False)
 
 
 def _tile_values(elements: Elements, row: Tensor, is_transformed: bool) -> Tensor:
-    """(t, 128, K) fp32 values of slot tiles, zeros where ``row`` (t, 128) is negative."""
+    """Return (t, 128, K) fp32 values of slot tiles, zeros where ``row`` (t, 128) is negative."""
     values = elements.take(row.clamp_min(0)).masked_fill_((row < 0).unsqueeze(-1), 0.0)
     if not is_transformed:
         return values
@@ -246,12 +251,12 @@ def _tile_values(elements: Elements, row: Tensor, is_transformed: bool) -> Tenso
 
 
 def _column_blocks(values: Tensor, vec: int) -> Tensor:
-    """Blocks (t, 128 / vec, K, vec) along the rows of tiles (t, 128, K)."""
+    """Return blocks (t, 128 / vec, K, vec) along the rows of tiles (t, 128, K)."""
     return values.unflatten(1, (-1, vec)).movedim(2, -1)
 
 
-def _held(fmt: Format, live: Tensor) -> Tensor:
-    """Which slots (t, 128) hold codes: those of rows, or the whole chunks that they spread over."""
+def _occupied_slots(fmt: Format, live: Tensor) -> Tensor:
+    """Return the mask (t, 128) of slots with codes: of rows, or of chunks that mix rows."""
     if not fmt.is_transformed:
         return live
     chunks = live.unflatten(1, (-1, hadamard.CHUNK))

@@ -1,39 +1,17 @@
-"""Per-row and per-group reductions, and offsets from counts."""
-
-import math
-from typing import TYPE_CHECKING
+"""Reductions per row and per group, and offsets from counts."""
 
 import torch
 from torch import Tensor
 
 from ..layout.slots import TILE_ROWS
-from .conversions import mark_nan
+from .absmax import absmax
 from .copies import slices
+from .elements import Elements
 from .groups import Groups
-
-if TYPE_CHECKING:
-    from .elements import Elements
-
-
-def absmax(x: Tensor, dim: int = -1, *, nan: bool = False) -> Tensor:
-    """Largest |x| along ``dim``, fp32; 0 for an empty slice.
-
-    NaN is passed over, as the hardware's ``max`` does; with ``nan`` it is the result, as of
-    ``max.NaN``.
-    """
-    if x.shape[dim] == 0:
-        return x.new_zeros(x.shape[:dim] + x.shape[dim:][1:], dtype=torch.float32)
-    magnitude = x.abs()
-    amax = magnitude.amax(dim)
-    if nan:
-        return mark_nan(amax.float(), amax.isnan())
-    if bool(amax.isnan().any()):
-        amax = magnitude.nan_to_num_(nan=0.0, posinf=math.inf).amax(dim)
-    return amax.float()
 
 
 def group_amax(per_row: Tensor, groups: Groups) -> Tensor:
-    """(G,) fp32 maxima of the row maxima (T,); 0 for an empty group."""
+    """Return (G,) fp32 maxima of the row maxima (T,); 0 for an empty group."""
     out = per_row.new_zeros(len(groups) + 1)  # the last takes the tail
     return out.scatter_reduce_(0, groups.group_of_row(), per_row, "amax")[:-1]
 
@@ -43,30 +21,30 @@ def grouped_amax(x: Tensor, groups: Groups, out: Tensor) -> None:
     out.copy_(group_amax(absmax(x).flatten(), groups))
 
 
-def grouped_dbias(elements: "Elements", groups: Groups, out: Tensor) -> None:
+def grouped_dbias(elements: Elements, groups: Groups, out: Tensor) -> None:
     """Write the column sums of each group to ``out`` (G, N) fp32; zeros for an empty group.
 
-    The order is fixed: within each tile of 128 rows of a group (missing rows count as zero) row i
-    is added to row i + 64, then i + 32, and so on; the tiles are added in ascending order.
+    The order is fixed. Within each tile of 128 rows of a group (missing rows count as zero), row i
+    is added to row i + 64, then i + 32, and so on. The tiles are added in ascending order.
     """
     _, group, rows = groups.used_tiles()
     out.zero_()
-    for part in slices(len(group), TILE_ROWS * elements.cols):
-        row = rows[part]
+    for tiles in slices(len(group), TILE_ROWS * elements.cols):
+        row = rows[tiles]
         sums = elements.take(row.clamp_min(0)).masked_fill_((row < 0).unsqueeze(-1), 0.0)
         while sums.shape[1] > 1:
             half = sums.shape[1] // 2
             sums = sums[:, :half] + sums[:, half:]
-        for i, g in enumerate(group[part].tolist()):
+        for i, g in enumerate(group[tiles].tolist()):
             out[g] += sums[i, 0]
 
 
 def compute_offsets(splits: Tensor, multiplier: int, out: Tensor) -> None:
-    """Write the end offset of each group, the inclusive sum of ``splits`` times ``multiplier``.
+    """Write the end offset of each group: the inclusive sum of ``splits`` times ``multiplier``.
 
-    What leaves the dtype of ``out`` saturates.
+    Offsets that the dtype of ``out`` cannot represent saturate.
     """
-    sums, ends = splits.long().cumsum(0), torch.iinfo(out.dtype)
-    limit = ends.max // multiplier
-    out.copy_((sums * multiplier).masked_fill_(sums > limit, ends.max))
-    out.masked_fill_(sums < -limit, ends.min)
+    sums, bounds = splits.long().cumsum(0), torch.iinfo(out.dtype)
+    limit = bounds.max // multiplier
+    out.copy_((sums * multiplier).masked_fill_(sums > limit, bounds.max))
+    out.masked_fill_(sums < -limit, bounds.min)

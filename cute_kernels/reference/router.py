@@ -1,20 +1,24 @@
-"""Which experts a token goes to, and with what weights, exact to the bit; a row at a time.
+"""Choice of the experts of each token, and their weights, exact to the bit; each row on its own.
 
-Numbers are fp32, every step one IEEE operation. With l the logits of a token, b the selection bias:
+All numbers are fp32, and every step is one IEEE operation. Let l be the logits of a token and b the
+selection bias:
 
-  softmax   m = max(l), e_j = exp(l_j - m), s_j = e_j / sum(e)      sigmoid   s_j = 1 / (1 +
-  exp(-l_j)) chosen    the largest of s_j + b_j, the first of equal ones first; a NaN is above all
-            with groups only those of the groups whose two largest have the largest sums
-  weights   w_k = s of the chosen; divided by (w_0 + w_1 + ...) + 1e-20 where renormalized; times
-  factor
+  softmax   m = max(l), e_j = exp(l_j - m), s_j = e_j / sum(e)
+  sigmoid   s_j = 1 / (1 + exp(-l_j))
+  chosen    the largest of s_j + b_j, the first of equal ones first; NaN is above all. With groups
+            of experts, only experts of the groups whose two largest have the largest sums
+  weights   w_k = s of the chosen experts; if renormalized, divided by (w_0 + w_1 + ...) + 1e-20;
+            times factor
 
-with exp of ``reference.activations``. Sums over experts are those of a warp: lane i adds j = i, i +
-32, ... in order from 0 on, lanes are added as a tree, i and i + 16 first. Sums over k go in order.
+with exp of ``reference.activations``. Sums over experts have the order of a warp: lane i adds j =
+i, i + 32, ... in order from 0 on; lanes are added as a tree, i and i + 16 first. Sums over k go in
+order.
 
-The gradient, given that of the weights (d_k) and of the scores (D_j, or 0):
+The gradient, given the gradients of the weights (d_k) and of the scores (D_j, or 0):
 
-  d_k = factor * d_k; where renormalized, with S the divisor, (d_k - (sum of d_k * w_k) / S) / S D_j
-  = D_j + d_k of the chosen softmax   s_j * (D_j - sum of D_j * s_j)
+  d_k = factor * d_k; if renormalized, with S the divisor, (d_k - (sum of d_k * w_k) / S) / S
+  D_j = D_j + d_k of the chosen experts
+  softmax   s_j * (D_j - sum of D_j * s_j)
   sigmoid   (D_j * s_j) * (1 - s_j)
 """
 
@@ -30,11 +34,12 @@ TINY = 1e-20
 
 
 def _order(scores: Tensor) -> Tensor:
+    """Return the order of descending scores."""
     return scores.sort(stable=True, dim=-1, descending=True).indices
 
 
 def _in_turn(terms: Tensor) -> Tensor:
-    """(T, 1) sums over k, in order."""
+    """Return (T, 1) sums over k, in order."""
     total = terms.new_zeros(len(terms), 1)
     for k in range(terms.shape[1]):
         total += terms[:, k : k + 1]
@@ -82,17 +87,18 @@ def route(
 def gradient(
     d: Tensor, dscores: Tensor | None, ids: Tensor, scores: Tensor, options: tuple[str, bool, float]
 ) -> Tensor:
+    """Return the gradient of the logits, (T, E) fp32."""
     score, renormalize, factor = options
-    there = ids >= 0
-    at = ids.clamp_min(0)
+    is_chosen = ids >= 0
+    index = ids.clamp_min(0)
     d = d * factor
     if renormalize:
-        w = torch.where(there, scores.gather(1, at), 0)
+        w = torch.where(is_chosen, scores.gather(1, index), 0)
         total = _in_turn(w) + TINY
         d = (d - _in_turn(d * w) / total) / total
-    # Of no expert: to a column that is dropped.
+    # Pairs without an expert add to a column that is dropped.
     into = torch.nn.functional.pad(torch.zeros_like(scores) if dscores is None else dscores, (0, 1))
-    into = into.scatter_add(1, torch.where(there, at, scores.shape[1]), d)[:, :-1]
+    into = into.scatter_add(1, torch.where(is_chosen, index, scores.shape[1]), d)[:, :-1]
     if score == "softmax":
         return scores * (into - warp_sum(into * scores).unsqueeze(1))
     if score == "sigmoid":
@@ -101,10 +107,10 @@ def gradient(
 
 
 def bf16_parts(x: Tensor) -> list[Tensor]:
-    """Three bf16 numbers that add up to each fp32 number, but for what fp32 does not hold."""
-    parts, rest = [], x.float()
+    """Split fp32 into three bf16 numbers with the same sum, except for underflow of fp32."""
+    terms, remainder = [], x.float()
     for _ in range(3):
-        part = rest.bfloat16()
-        parts.append(part)
-        rest = rest - part.float()
-    return parts
+        term = remainder.bfloat16()
+        terms.append(term)
+        remainder = remainder - term.float()
+    return terms

@@ -1,10 +1,10 @@
-"""Block scales as buffers hold them, and as the matrices that they are.
+"""Block scales in the layout of buffers, and as plain matrices.
 
-A matrix of linear scales belongs to each slot tile of 128 rows: (128, blocks along K) of a rowwise
-copy and (K, blocks along the rows) of a columnwise one, one scale a block for every row or column,
-those of square blocks repeated. ``tile_view`` finds the tiles in a buffer of any layout;
-``lay_scales`` and ``linear_scales`` convert what is in them. No other file of the reference asks
-how scales are laid out.
+Each slot tile of 128 rows has a matrix of linear scales: (128, blocks along K) in a rowwise copy
+and (K, blocks along the rows) in a columnwise copy. It has one scale per block for every row or
+column; scales of square blocks are repeated. ``tile_view`` finds the tiles in a buffer of any
+layout. ``lay_scales`` and ``linear_scales`` convert their contents. No other file of the reference
+depends on the layout of scales.
 """
 
 import torch
@@ -53,17 +53,17 @@ def tile_view(fmt: Format, scales: Tensor, columnwise: bool) -> Tensor:
         return scales.unflatten(-2, (-1, scale_tiles(TILE_ROWS, scale.vec_size))).movedim(-4, -2)
     if not columnwise and not fmt.is_2d:
         # (blocks along K, slots)
-        by_tile = scales.unflatten(-1, (-1, TILE_ROWS)).movedim(-2, -3)
-        return by_tile
+        tiles = scales.unflatten(-1, (-1, TILE_ROWS)).movedim(-2, -3)
+        return tiles
     # (blocks along the slots, K or blocks along it)
-    by_tile = scales.unflatten(-2, (-1, TILE_ROWS // scale.vec_size))
-    return by_tile
+    tiles = scales.unflatten(-2, (-1, TILE_ROWS // scale.vec_size))
+    return tiles
 
 
 def lay_scales(fmt: Format, linear: Tensor, columnwise: bool) -> Tensor:
-    """Linear scales (t, 128, blocks along K) or (t, K, blocks along the rows) as tiles hold them.
+    """Return linear scales as tiles store them.
 
-    What they are padded with is zeros.
+    ``linear`` is (t, 128, blocks along K) or (t, K, blocks along the rows). The padding is zero.
     """
     scale = _scale_of(fmt)
     if scale.layout == "tiles_128x4":
@@ -79,7 +79,7 @@ def lay_scales(fmt: Format, linear: Tensor, columnwise: bool) -> Tensor:
 
 
 def linear_scales(fmt: Format, tiles: Tensor, columnwise: bool, cols: int) -> Tensor:
-    """Undo ``lay_scales``: tiles that were taken from ``tile_view`` by an index, of K = ``cols``.
+    """Undo ``lay_scales`` for tiles that an index selected from ``tile_view``, with K = ``cols``.
 
     Returns:
         (t, 128, ceil(K / block)) or (t, K, 128 / block).
@@ -97,9 +97,9 @@ def linear_scales(fmt: Format, tiles: Tensor, columnwise: bool, cols: int) -> Te
 
 
 def linear_row_scales(fmt: Format, scales: Tensor, slots: Tensor, cols: int) -> Tensor:
-    """Scales (R, ceil(cols / block)) of (R,) slot rows of a rowwise copy.
+    """Return scales (R, ceil(cols / block)) of (R,) slot rows of a rowwise copy.
 
-    Those of uniform groups are counted on from group to group.
+    Slot rows are counted through all groups, also in a uniform tensor.
     """
     tiles = tile_view(fmt, scales, columnwise=False)
     tile, where = torch.unique(slots // TILE_ROWS, return_inverse=True)
@@ -111,9 +111,13 @@ def linear_row_scales(fmt: Format, scales: Tensor, slots: Tensor, cols: int) -> 
 def linear_column_scales(
     fmt: Format, scales_t: Tensor, cols: int, tiles: slice = slice(None)
 ) -> Tensor:
-    """Scales (cols, blocks along the rows) of slot tiles, all by default, of a columnwise copy.
+    """Return scales (cols, blocks along the rows) of slot tiles of a columnwise copy.
 
-    ``scales_t`` are those of a ragged tensor or of one group of a uniform one.
+    Args:
+        fmt: Format.
+        scales_t: Columnwise scales of a ragged tensor or of one group of a uniform tensor.
+        cols: K.
+        tiles: Slot tiles; all by default.
     """
     return (
         linear_scales(fmt, tile_view(fmt, scales_t, columnwise=True)[tiles], True, cols)

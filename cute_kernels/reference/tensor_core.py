@@ -1,19 +1,19 @@
-"""GEMM that adds as a GPU's tensor core does, to the bit.
+"""GEMM with the accumulation of a GPU's tensor core, exact to the bit.
 
-A tensor core multiplies in instructions of a fixed K. One instruction takes the accumulator c and
-its products to a new accumulator. It aligns all of them to the largest exponent, truncates them
-there, adds exactly, and truncates the sum:
+A tensor core multiplies in instructions of a fixed K. One instruction adds its products to the
+accumulator c. It aligns all terms to the largest exponent, truncates them there, adds exactly, and
+truncates the sum:
 
 1. The exponent of a value is floor(log2 |v|), but no less than that of the smallest normal number
-   of its format. The exponent of a product is the sum of its operands' and of their block scales',
-   not renormalised.
+   of its format. The exponent of a product is the sum of the exponents of its operands and of their
+   block scales, not renormalised.
 2. E is the largest exponent among the products and c. Each term is truncated toward zero to a
    multiple of 2^(E - F).
 3. The terms are added exactly. The sum is truncated toward zero to fp32 (for FP8 on sm_90a to 13
    fraction bits), or rounded once to nearest even if the accumulator is fp16.
 
-FP4 differs in step 2: sixteen neighbouring products and their block scales are multiplied and added
-exactly first, and are one term, whose exponent is that of the two scales alone.
+FP4 differs in step 2: sixteen neighbouring products and their block scales are first multiplied and
+added exactly. They form one term, whose exponent is the sum of the exponents of the two scales.
 
 =================  ============  ===============  ====  ===  ==============================
 operands           block scales  tensor cores     K     F    accumulator
@@ -27,20 +27,20 @@ e2m1               E8M0 of 32    sm_100a          64    35   fp32 (mxf4)
 e2m1               E4M3 of 16    sm_100a          64    35   fp32 (mxf4nvf4)
 =================  ============  ===============  ====  ===  ==============================
 
-So the bits of a GEMM depend on how K is cut into instructions and on their order, which is
-ascending here, and on nothing else: not on tiles, clusters, groups or the batch. A K that is not a
-multiple of the instruction's is filled up with zeros, which change nothing.
+So the bits of a GEMM depend only on how K is divided into instructions and on their order, which is
+ascending here. They do not depend on tiles, clusters, groups or the batch. If K is not a multiple
+of the instruction's K, zeros fill it up and change nothing.
 
 Zeros: on sm_90a a zero product or accumulator has no exponent, E is no less than -133, and a sum of
 zero is +0. On sm_100a the exponent of a zero factor or accumulator is -126, and a negative sum that
-is cut to zero is -0. That matters only near the bottom of the range of fp32 or fp16, or where a
-zero meets a factor more than 2^100 times the other products.
+is truncated to zero is -0. That matters only near the bottom of the range of fp32 or fp16, or where
+a zero meets a factor more than 2^100 times the other products.
 
 Infinities follow IEEE. Every NaN comes out as 0x7fffffff (0x7fff in fp16).
 
 The rules of sm_90a were measured on an H200, which agreed with this module in all of 3.2 million
-results (every row of the table; subnormals, zeros, Inf and NaN included). Those of sm_100a were
-measured on a B200 by arXiv 2511.10909, whose authors left the handling of zeros open.
+results (every row of the table, including subnormals, zeros, Inf and NaN). The rules of sm_100a
+were measured on a B200 by arXiv 2511.10909, whose authors left the handling of zeros open.
 """
 
 # Why fp64 is exact here. A product has at most 22 significant bits and lies, block scales included,
@@ -75,28 +75,28 @@ _MIN_EXPONENT = {
 _FP32_FRACTION_BITS = 23
 #: E is no less than this.
 _LOWEST_E = -133
-#: So low that it never decides E, whatever is added to it.
+#: So low that it never determines E, even after additions.
 _NO_EXPONENT = -1000
 #: The NaN of GPUs by dtype.
 NAN_BITS = {torch.float32: 0x7FFFFFFF, torch.float16: 0x7FFF}
 
-# Output elements and K that are worked on at a time: the buffers stay in the L2 cache, and reading
-# the operands anew for every tile costs little beside the products.
+# Output elements and K of one tile: the buffers stay in the L2 cache, and reading the operands
+# again for every tile costs little compared with the products.
 _TILE_M, _TILE_N, _TILE_K = 128, 256, 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class _Adder:
-    """How one instruction adds.
+class _Instruction:
+    """Accumulation rule of one instruction.
 
     Attributes:
-        k: products of one instruction.
-        term: neighbouring products that are added exactly before they are aligned.
-        fraction_bits: F, what is kept of a term below 2^E.
-        accumulator_bits: fraction bits of an fp32 accumulator.
-        fp16: whether the accumulator may be fp16.
-        zero_exponent: exponent of a zero factor or accumulator.
-        negative_zero: whether a negative sum that is cut to zero is -0.
+        k: Number of products of one instruction.
+        term: Number of neighbouring products that are added exactly before alignment.
+        fraction_bits: F, the bits of a term that are kept below 2^E.
+        accumulator_bits: Fraction bits of an fp32 accumulator.
+        fp16: True if the accumulator may be fp16.
+        zero_exponent: Exponent of a zero factor or accumulator.
+        negative_zero: True if a negative sum that is truncated to zero is -0.
     """
 
     k: int
@@ -108,25 +108,25 @@ class _Adder:
     negative_zero: bool = True
 
 
-#: By architecture, dtype of the operands, and whether they have block scales.
+#: By dtype of the operands, and True if they have block scales.
 _COMMON = {
-    (torch.float16, False): _Adder(16, fp16=True),
-    (torch.bfloat16, False): _Adder(16),
-    (torch.float32, False): _Adder(8),
+    (torch.float16, False): _Instruction(16, fp16=True),
+    (torch.bfloat16, False): _Instruction(16),
+    (torch.float32, False): _Instruction(8),
 }
-_HOPPER_FP8 = _Adder(32, fraction_bits=13, accumulator_bits=13, fp16=True)
-_ADDERS = {
+_HOPPER_FP8 = _Instruction(32, fraction_bits=13, accumulator_bits=13, fp16=True)
+_INSTRUCTIONS = {
     "sm_90a": {
-        key: dataclasses.replace(adder, zero_exponent=_NO_EXPONENT, negative_zero=False)
-        for key, adder in (_COMMON | {(dtype, False): _HOPPER_FP8 for dtype in _FP8}).items()
+        key: dataclasses.replace(instruction, zero_exponent=_NO_EXPONENT, negative_zero=False)
+        for key, instruction in (_COMMON | {(dtype, False): _HOPPER_FP8 for dtype in _FP8}).items()
     },
     "sm_100a": _COMMON
-    | {(dtype, False): _Adder(32, fp16=True) for dtype in _FP8}
-    | {(dtype, True): _Adder(32) for dtype in _FP8}
-    | {(_FP4, True): _Adder(64, term=16, fraction_bits=35)},
+    | {(dtype, False): _Instruction(32, fp16=True) for dtype in _FP8}
+    | {(dtype, True): _Instruction(32) for dtype in _FP8}
+    | {(_FP4, True): _Instruction(64, term=16, fraction_bits=35)},
 }
 #: Architectures whose tensor cores are known.
-TENSOR_CORES = tuple(_ADDERS)
+TENSOR_CORES = tuple(_INSTRUCTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,54 +151,55 @@ def tensor_core_gemm(
     acc: Tensor | None = None,
     acc_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """A B^T with the bits of ``arch``'s tensor core, over all of K in ascending order.
+    """Return A B^T with the bits of ``arch``'s tensor core, over all of K in ascending order.
 
     Args:
         arch: ``"sm_90a"`` or ``"sm_100a"``.
         a: (M, K) fp16, bf16, fp32 (read as tf32: the low 13 bits are ignored), float8_e4m3fn or
             float8_e5m2; or (M, K / 2) uint8, packed E2M1 codes, the even index in the low
             nibble.
-        b: (N, K) or (N, K / 2), likewise; of the dtype of ``a``, but E4M3 and E5M2 may be
-            mixed.
-        a_scales: block scales (M, ceil(K / 32)) float8_e8m0fnu for FP8 and E2M1, or (M, ceil(K
-            / 16)) float8_e4m3fn for E2M1, whose sign bit is ignored.
-        b_scales: likewise for ``b``.
+        b: (N, K) or (N, K / 2), of the dtype of ``a``; E4M3 and E5M2 may be mixed.
+        a_scales: Block scales (M, ceil(K / 32)) float8_e8m0fnu for FP8 and E2M1, or (M, ceil(K /
+            16)) float8_e4m3fn for E2M1, whose sign bit is ignored.
+        b_scales: Block scales of ``b``.
         acc: (M, N) accumulator to start from; zero if None. It is not changed.
-        acc_dtype: fp32 or fp16, the type of the accumulator if ``acc`` is None.
+        acc_dtype: Dtype of the accumulator if ``acc`` is None: fp32 or fp16.
 
     Returns:
         (M, N) accumulator.
 
     Raises:
-        ValueError: ``arch`` has no such instruction, or shapes do not fit.
+        ValueError: ``arch`` has no such instruction, or shapes do not match.
     """
-    left, right = _Operand(a, a_scales), _Operand(b, b_scales)
+    a_operand, b_operand = _Operand(a, a_scales), _Operand(b, b_scales)
     if acc is None:
         acc = torch.zeros(len(a), len(b), dtype=acc_dtype, device=a.device)
-    adder = _check(arch, left, right, acc)
+    instruction = _check(arch, a_operand, b_operand, acc)
     out = torch.empty_like(acc)
     for m in slices(len(a), _TILE_M):
         for n in slices(len(b), _TILE_N):
             tile = acc[m, n]
-            for k in slices(left.k, _TILE_K):
-                x, x_exponent = _terms(adder, left, m, k)
-                y, y_exponent = _terms(adder, right, n, k)
-                for part in slices(len(x), adder.k // adder.term):
-                    tile = _mma(adder, x[part], x_exponent[part], y[part], y_exponent[part], tile)
+            for k in slices(a_operand.k, _TILE_K):
+                x, x_exponent = _terms(instruction, a_operand, m, k)
+                y, y_exponent = _terms(instruction, b_operand, n, k)
+                for terms in slices(len(x), instruction.k // instruction.term):
+                    tile = _mma(
+                        instruction, x[terms], x_exponent[terms], y[terms], y_exponent[terms], tile
+                    )
             out[m, n] = tile
     return with_one_nan(out)
 
 
 def with_one_nan(acc: Tensor) -> Tensor:
-    """``acc``, its NaNs replaced by that of GPUs."""
+    """Replace the NaNs of ``acc`` by the NaN of GPUs, in place, and return it."""
     acc.view(torch.int32 if acc.dtype == torch.float32 else torch.int16).masked_fill_(
         acc.isnan(), NAN_BITS[acc.dtype]
     )
     return acc
 
 
-def _check(arch: str, a: _Operand, b: _Operand, acc: Tensor) -> _Adder:
-    """The adder for these operands, which are checked."""
+def _check(arch: str, a: _Operand, b: _Operand, acc: Tensor) -> _Instruction:
+    """Check the operands and return their instruction."""
     dtypes = (a.elements.dtype, b.elements.dtype)
     if dtypes[0] != dtypes[1] and not set(dtypes) <= set(_FP8):
         raise ValueError(f"a and b must be of one dtype, got {dtypes[0]} and {dtypes[1]}")
@@ -207,10 +208,10 @@ def _check(arch: str, a: _Operand, b: _Operand, acc: Tensor) -> _Adder:
         raise ValueError("a_scales and b_scales must be of one dtype, or both be None")
     if arch not in TENSOR_CORES:
         raise ValueError(f"arch must be one of {', '.join(TENSOR_CORES)}, got {arch!r}")
-    adder = _ADDERS[arch].get((dtypes[0], a.scales is not None))
-    if adder is None:
-        how = "without" if a.scales is None else "with"
-        raise ValueError(f"{arch} multiplies no {dtypes[0]} operands {how} block scales")
+    instruction = _INSTRUCTIONS[arch].get((dtypes[0], a.scales is not None))
+    if instruction is None:
+        preposition = "without" if a.scales is None else "with"
+        raise ValueError(f"{arch} multiplies no {dtypes[0]} operands {preposition} block scales")
     if a.k != b.k:
         raise ValueError(f"a and b must have one K, got {a.k} and {b.k}")
     for name, operand in (("a_scales", a), ("b_scales", b)):
@@ -219,12 +220,13 @@ def _check(arch: str, a: _Operand, b: _Operand, acc: Tensor) -> _Adder:
     shape = (len(a.elements), len(b.elements))
     if tuple(acc.shape) != shape:
         raise ValueError(f"acc must have shape {shape}, got {tuple(acc.shape)}")
-    if acc.dtype not in ((torch.float32, torch.float16) if adder.fp16 else (torch.float32,)):
+    if acc.dtype not in ((torch.float32, torch.float16) if instruction.fp16 else (torch.float32,)):
         raise ValueError(f"{arch} has no {acc.dtype} accumulator for these {dtypes[0]} operands")
-    return adder
+    return instruction
 
 
 def _check_scales(name: str, operand: _Operand, scales: Tensor) -> None:
+    """Raise ValueError if the dtype or shape of block scales is invalid."""
     dtypes = [d for d in _BLOCK if operand.elements.dtype == _FP4 or d == torch.float8_e8m0fnu]
     if scales.dtype not in dtypes:
         raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, got {scales.dtype}")
@@ -234,22 +236,24 @@ def _check_scales(name: str, operand: _Operand, scales: Tensor) -> None:
 
 
 def slices(size: int, step: int) -> Iterator[slice]:
+    """Yield slices of ``step`` items."""
     for start in range(0, size, step):
         yield slice(start, min(start + step, size))
 
 
 def _exponent(v: Tensor, lowest: int, zero: int) -> Tensor:
-    """Exponents (int32) of fp32 values, ``zero`` for zeros; 128 for Inf and NaN."""
+    """Return exponents (int32) of fp32 values, ``zero`` for zeros and 128 for Inf and NaN."""
     biased = v.view(torch.int32).bitwise_right_shift(23).bitwise_and_(0xFF)
     return biased.sub_(127).clamp_min_(lowest).masked_fill_(v == 0, zero)
 
 
 def _pow2(exponent: Tensor) -> Tensor:
+    """Return powers of two in fp64."""
     return exponent.long().add_(1023).bitwise_left_shift_(52).view(torch.float64)
 
 
 def _scale_values(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Values (fp64) and exponents (int32) of block scales."""
+    """Return values (fp64) and exponents (int32) of block scales."""
     codes = scales.view(torch.uint8)
     if scales.dtype == torch.float8_e8m0fnu:
         exponent = codes.int().sub_(127)
@@ -258,8 +262,10 @@ def _scale_values(scales: Tensor) -> tuple[Tensor, Tensor]:
     return value.double(), _exponent(value, _MIN_EXPONENT[torch.float8_e4m3fn], _FP32_MIN_EXPONENT)
 
 
-def _terms(adder: _Adder, operand: _Operand, rows: slice, ks: slice) -> tuple[Tensor, Tensor]:
-    """The factors of terms in rows ``rows`` and elements ``ks``, filled up with zeros.
+def _terms(
+    instruction: _Instruction, operand: _Operand, rows: slice, ks: slice
+) -> tuple[Tensor, Tensor]:
+    """Return the factors of terms in rows ``rows`` and elements ``ks``, padded with zeros.
 
     Returns:
         values (terms, rows, products of a term) fp64 and exponents (terms, rows) int32.
@@ -271,56 +277,61 @@ def _terms(adder: _Adder, operand: _Operand, rows: slice, ks: slice) -> tuple[Te
         v = elements[rows, ks].float()
     if elements.dtype == torch.float32:
         v = v.view(torch.int32).bitwise_and(~0x1FFF).view(torch.float32)  # tf32
-    v = torch.nn.functional.pad(v, (0, -v.shape[1] % adder.k))
-    count = v.shape[1] // adder.term
-    if adder.term == 1:
-        exponent = _exponent(v, _MIN_EXPONENT[elements.dtype], adder.zero_exponent)
+    v = torch.nn.functional.pad(v, (0, -v.shape[1] % instruction.k))
+    count = v.shape[1] // instruction.term
+    if instruction.term == 1:
+        exponent = _exponent(v, _MIN_EXPONENT[elements.dtype], instruction.zero_exponent)
     else:
         exponent = torch.zeros(len(v), count, dtype=torch.int32, device=v.device)
-    value = v.double().unflatten(1, (count, adder.term))
+    value = v.double().unflatten(1, (count, instruction.term))
     if scales is not None:
         block = _BLOCK[scales.dtype]
-        given = scales[rows, ks.start // block : ceil_div(ks.stop, block)]
-        repeats = block // adder.term
-        missing = count - given.shape[1] * repeats
-        # A scale that is filled in lies so low that its (zero) terms never decide E.
+        block_scales = scales[rows, ks.start // block : ceil_div(ks.stop, block)]
+        repeats = block // instruction.term
+        missing = count - block_scales.shape[1] * repeats
+        # A padded scale is so low that its (zero) terms never determine E.
         factor, power = (
             torch.nn.functional.pad(t.repeat_interleave(repeats, 1), (0, missing), value=fill)
-            for t, fill in zip(_scale_values(given), (0, _FP32_MIN_EXPONENT), strict=True)
+            for t, fill in zip(_scale_values(block_scales), (0, _FP32_MIN_EXPONENT), strict=True)
         )
         value, exponent = value * factor.unsqueeze(-1), exponent + power
     return value.transpose(0, 1).contiguous(), exponent.T.contiguous()
 
 
 def _mma(
-    adder: _Adder, a: Tensor, a_exponent: Tensor, b: Tensor, b_exponent: Tensor, acc: Tensor
+    instruction: _Instruction,
+    a: Tensor,
+    a_exponent: Tensor,
+    b: Tensor,
+    b_exponent: Tensor,
+    acc: Tensor,
 ) -> Tensor:
-    """One instruction: the terms a[t] b[t]^T and ``acc``."""
+    """Execute one instruction: add the terms a[t] b[t]^T to ``acc``."""
     lowest = _MIN_EXPONENT[acc.dtype]
-    top = _exponent(acc.float(), lowest, adder.zero_exponent).clamp_min_(_LOWEST_E)
+    top = _exponent(acc.float(), lowest, instruction.zero_exponent).clamp_min_(_LOWEST_E)
     exponent = torch.empty_like(top)
     for x, y in zip(a_exponent, b_exponent, strict=True):
         torch.maximum(top, torch.add(x[:, None], y, out=exponent), out=top)
-    unit = _pow2(top - adder.fraction_bits)
+    unit = _pow2(top - instruction.fraction_bits)
     # A power of two, so this is exact. Inf and NaN go through all of this by IEEE rules.
     per_unit = unit.reciprocal()
     # Adding 0.0 makes -0.0 positive.
     total = (acc.double() * per_unit).trunc_().add_(0.0)
     product = torch.empty_like(total)
     for x, y in zip(a, b, strict=True):
-        if adder.term == 1:
+        if instruction.term == 1:
             torch.mul(x, y.T, out=product)
         else:
             torch.mm(x, y.T, out=product)
         total += product.mul_(per_unit).trunc_()
     total *= unit
-    out = _round_fp16(total) if acc.dtype == torch.float16 else _truncate(adder, total)
-    return out if adder.negative_zero else out + 0.0
+    out = _round_fp16(total) if acc.dtype == torch.float16 else _truncate(instruction, total)
+    return out if instruction.negative_zero else out + 0.0
 
 
-def _truncate(adder: _Adder, total: Tensor) -> Tensor:
-    """fp64 truncated to fp32 with the accumulator's fraction bits."""
-    bits = adder.accumulator_bits
+def _truncate(instruction: _Instruction, total: Tensor) -> Tensor:
+    """Truncate fp64 to fp32 with the accumulator's fraction bits."""
+    bits = instruction.accumulator_bits
     normal = total.view(torch.int64).bitwise_and(-1 << (52 - bits)).view(torch.float64)
     ulp = 2.0 ** (_FP32_MIN_EXPONENT - bits)
     return torch.where(
@@ -329,8 +340,8 @@ def _truncate(adder: _Adder, total: Tensor) -> Tensor:
 
 
 def _round_fp16(total: Tensor) -> Tensor:
-    """fp64 rounded to fp16 once, to nearest even."""
-    # By hand, as torch converts by way of fp32. frexp's exponent is one above floor(log2).
+    """Round fp64 to fp16 once, to nearest even."""
+    # torch would convert through fp32 and round twice. frexp's exponent is floor(log2) + 1.
     exponent = torch.frexp(total.nan_to_num(0.0, 0.0, 0.0)).exponent.clamp_min_(-13)
     ulp = _pow2(exponent - 11)
     return (total / ulp).round_().mul_(ulp).half()

@@ -35,55 +35,58 @@ def save(
 ) -> None:
     """Write ``module`` as a checkpoint.
 
-    Experts' weights that are GroupedTensors are written as they are; plain ones are quantized,
-    gate and up of an expert with one second level. Everything else is written as it is.
+    Expert weights that are GroupedTensors are written as they are. Plain ones are quantized, with
+    one global scale for gate and up of an expert. All other tensors are written as they are.
 
     Args:
-        module: as in ``load``.
-        folder: where to; it must not have safetensors files, their index or a
+        module: As in ``load``.
+        folder: The target. It must not have safetensors files, an index or a
             ``hf_quant_config.json``.
         layout: ``"modelopt"`` (NVFP4), ``"compressed-tensors"`` (NVFP4) or ``"deepseek"``
             (FP8Block of 128x128 with fp32 scales).
-        rename: as in ``load``.
-        stacked: one tensor of all experts, ``experts.gate_up_proj``, instead of one each,
-            ``experts.0.gate_proj.weight``.
-        shard_bytes: the most bytes of a file; so much is held until it is written.
-        input_scales: static scales of activations by name, such as ``Report.input_scales``. If
-            each quantized weight has one, the config says that activations are quantized,
-            else that weights alone are. Those of weights that are not quantized here are
-            left out, with a warning.
-        config: what ``config.json`` holds besides ``quantization_config``; the ``config`` of a
-            transformers model by default.
+        rename: As in ``load``.
+        stacked: True writes one tensor for all experts, ``experts.gate_up_proj``. False writes one
+            per expert, ``experts.0.gate_proj.weight``.
+        shard_bytes: Largest size of a file. As many bytes are held in memory.
+        input_scales: Static scales of activations by name, such as ``Report.input_scales``. If
+            every quantized weight has one, the config declares quantized activations. Otherwise it
+            declares quantized weights alone. Scales of weights that are not quantized here are left
+            out, with a warning.
+        config: Content of ``config.json`` besides ``quantization_config``. By default the
+            ``config`` of a transformers model.
 
     Raises:
-        FileExistsError: the folder has files of a checkpoint, or another process writes to it.
-        ValueError: another layout, a weight whose format it does not hold, or one whose 128x128
-            blocks span gate and up; a second level beyond fp32; two tensors of one name; a
-            weight besides experts that is not plain; an input scale that the layout does
-            not have, or that is not finite and positive; a ``config`` that is no JSON
-            object; or ``shard_bytes`` that is no positive integer.
-        OSError: a file cannot be written, as on a full disk.
-        TypeError: a parameter is sharded: gather it first.
+        FileExistsError: The folder has files of a checkpoint, or another process writes to it.
+        ValueError: The layout is unknown or does not hold the format of a weight. The 128x128
+            blocks of a weight span gate and up. A global scale is beyond fp32. Two tensors have one
+            name. A weight outside of experts is not plain. An input scale is unknown to the layout,
+            or not finite and positive. ``config`` is no JSON object, or ``shard_bytes`` is no
+            positive integer.
+        OSError: A file cannot be written, for instance on a full disk.
+        TypeError: A parameter is sharded: gather it first.
     """
     record = writable(layout)
     check_kind(bool, stacked=stacked)
     weights = {weight.key: weight for weight in expert_weights(module, rename)}
     if not weights:
-        raise ValueError(f"{type(module).__name__} has no experts, which alone are quantized")
+        raise ValueError(f"{type(module).__name__} has no experts, and only experts are quantized")
     state = untied_state_dict(module)
     for key, weight in weights.items():
         if not weight.is_bias:
-            _check_holds(key, weight, record, stacked)
+            _check_can_hold(key, weight, record, stacked)
     for key, t in state.items():
         if hasattr(t, "_local_tensor"):
             raise TypeError(f"{key} is sharded (DTensor): save a module with whole parameters")
         if key not in weights:
             check_plain(key, str(t.dtype).removeprefix("torch."))
     if config is None:
-        config = _config_of(module)
+        config = _transformers_config(module)
     check_model_config(config)
     quantized = [
-        one for key, weight in weights.items() if key in state for one in _names(weight, stacked)
+        entry
+        for key, weight in weights.items()
+        if key in state
+        for entry in _quantized_entries(weight, stacked)
     ]
     _warn_of_names(module, quantized)
     scales = checked_scales(input_scales, record, quantized)
@@ -95,8 +98,8 @@ def save(
     with Writer(folder, shard_bytes) as writer:
         for key, t in progress(state.items(), "saving"):
             if key in weights:
-                for name, part in _stored(weights[key], record, stacked):
-                    writer.add(name, part)
+                for name, tensor in _stored_tensors(weights[key], record, stacked):
+                    writer.add(name, tensor)
             else:
                 writer.add(rename_path(key, rename), t)
         for name, scale in scales.items():
@@ -104,9 +107,10 @@ def save(
         writer.close(lambda: config_files(config, record, quantized, plain, writer.names))
 
 
-def _config_of(module: Any) -> dict[str, Any]:
-    """The configuration of a transformers model, with the class and dtype that ``save_pretrained``
-    adds; else {}.
+def _transformers_config(module: Any) -> dict[str, Any]:
+    """Return the configuration of a transformers model as ``save_pretrained`` writes it.
+
+    Other modules have none, and return {}.
     """
     if not hasattr(getattr(module, "config", None), "to_dict"):
         return {}
@@ -118,9 +122,7 @@ def _config_of(module: Any) -> dict[str, Any]:
 
 
 def _warn_of_names(module: Any, weights: list[Quantized]) -> None:
-    """Warn if transformers reads the experts of its model under other names than those that are
-    written.
-    """
+    """Warn if transformers reads experts under other names than the written ones."""
     config: Any = getattr(module, "config", None)
     mapping = sys.modules.get("transformers.conversion_mapping")
     if mapping is None or not hasattr(config, "model_type"):
@@ -129,7 +131,7 @@ def _warn_of_names(module: Any, weights: list[Quantized]) -> None:
     patterns = [
         pattern for rule in rules for pattern in rule.source_patterns if "experts" in pattern
     ]
-    # The names of the module itself are read as well.
+    # transformers also reads the names of the module itself.
     read = [
         *(re.escape(p).replace(r"\*", r"\d+") for p in patterns),
         *map(re.escape, module.state_dict()),
@@ -137,16 +139,18 @@ def _warn_of_names(module: Any, weights: list[Quantized]) -> None:
     unread = [w for w in weights if not any(re.search(p, w.tensor(".weight")) for p in read)]
     if unread:
         warnings.warn(
-            f"transformers reads experts of {config.model_type} as {' and '.join(patterns) or 'one tensor for all'}, not as "
-            f"{unread[0].tensor('.weight')}: its from_pretrained would leave them at random values, without an error. "
-            "Convert a folder of save_pretrained instead (python -m grouped.convert), which keeps the names; "
+            f"transformers reads experts of {config.model_type} as "
+            f"{' and '.join(patterns) or 'one tensor for all'}, not as "
+            f"{unread[0].tensor('.weight')}: its from_pretrained would leave them at random "
+            "values, without an error. Convert a folder of save_pretrained instead "
+            "(python -m grouped.convert), which keeps the names; "
             "grouped.checkpoint.load reads both",
             stacklevel=3,
         )
 
 
-def _names(weight: ExpertWeight, is_stacked: bool) -> list[Quantized]:
-    """The weights of a file that the parameter is written as."""
+def _quantized_entries(weight: ExpertWeight, is_stacked: bool) -> list[Quantized]:
+    """Return the quantized weights of a file that the parameter becomes."""
     if weight.is_bias:
         return []
     if is_stacked:
@@ -159,9 +163,9 @@ def _names(weight: ExpertWeight, is_stacked: bool) -> list[Quantized]:
 
 
 def _plain_matrices(module: nn.Module) -> Iterator[str]:
-    """Names of weights with two dimensions or more, second names of tied ones included.
+    """Yield the names of weights with at least two dimensions, including aliases of tied weights.
 
-    Files lack a tied ``lm_head``, but readers make the module and ask whether it is quantized.
+    Files lack a tied ``lm_head``, but readers create the module and look up its quantization.
     """
     return (
         key
@@ -170,21 +174,23 @@ def _plain_matrices(module: nn.Module) -> Iterator[str]:
     )
 
 
-def _check_holds(key: str, weight: ExpertWeight, layout: Layout, stacked: bool) -> None:
-    fmt, held = layout.fmt, weight.parameter
-    if not isinstance(held, GroupedTensor):
+def _check_can_hold(key: str, weight: ExpertWeight, layout: Layout, stacked: bool) -> None:
+    """Raise ValueError if the layout cannot hold a quantized parameter."""
+    fmt, parameter = layout.fmt, weight.parameter
+    if not isinstance(parameter, GroupedTensor):
         return
-    if held.grouping != "uniform":
-        raise ValueError(f"{key} must be uniform (G, N, K), got {held!r}")
-    ours, theirs = ((f.element, f.scale, f.global_scale) for f in (held.format, fmt))
-    # Such scales are stored for every row, also where a square block has one.
-    per_row = held.format.has_scale_tiles
-    if ours != theirs or (not per_row and held.format.is_2d != fmt.is_2d):
+    if parameter.grouping != "uniform":
+        raise ValueError(f"{key} must be uniform (G, N, K), got {parameter!r}")
+    ours, theirs = ((f.element, f.scale, f.global_scale) for f in (parameter.format, fmt))
+    # Scale tiles store a scale per row, also for square blocks.
+    per_row = parameter.format.has_scale_tiles
+    if ours != theirs or (not per_row and parameter.format.is_2d != fmt.is_2d):
         raise ValueError(
-            f"{key} is {held.format}, {layout.name} holds {fmt}: quantize it again, or choose another layout"
+            f"{key} is {parameter.format}, {layout.name} holds {fmt}: quantize it again, or choose "
+            "another layout"
         )
-    if held.rowwise is None:
-        raise ValueError(f"{key} has no rowwise copy, which checkpoints hold")
+    if parameter.rowwise is None:
+        raise ValueError(f"{key} has no rowwise copy, and checkpoints store rowwise copies")
     rows = weight.shape[1] // len(weight.projections)
     is_cut = not per_row and len(weight.projections) > 1 and not stacked
     if is_cut and (weight.interleaved or rows % fmt.scale.vec_size):  # type: ignore[union-attr]
@@ -193,52 +199,57 @@ def _check_holds(key: str, weight: ExpertWeight, layout: Layout, stacked: bool) 
         )
 
 
-def _stored(weight: ExpertWeight, layout: Layout, stacked: bool) -> Iterator[tuple[str, Tensor]]:
-    count, held = len(weight.projections), weight.linear
+def _stored_tensors(
+    weight: ExpertWeight, layout: Layout, stacked: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of a file for a weight or bias of experts."""
+    count, parameter = len(weight.projections), weight.linear
     name = weight.path + weight.stacked
     if weight.is_bias:
         if stacked:
-            yield f"{name}_bias", held
+            yield f"{name}_bias", parameter
             return
-        for g, row in enumerate(held):
-            for of, part in zip(
+        for g, row in enumerate(parameter):
+            for projection, bias in zip(
                 weight.names(g, (), ".bias"),
                 split_rows(row, count, weight.interleaved),
                 strict=True,
             ):
-                yield f"{of}.bias", part
+                yield f"{projection}.bias", bias
         return
-    if not isinstance(held, GroupedTensor):
-        check_finite(weight.key, held)
+    if not isinstance(parameter, GroupedTensor):
+        check_finite(weight.key, parameter)
     if stacked:
         whole = (
-            weight_tensors(held)
-            if isinstance(held, GroupedTensor)
-            else quantize_weight(held, layout.fmt)
+            weight_tensors(parameter)
+            if isinstance(parameter, GroupedTensor)
+            else quantize_weight(parameter, layout.fmt)
         )
         for suffix, t in layout.stored(whole).items():
             yield name + stacked_suffix(suffix), t
         return
-    for g, parts in enumerate(_split(held, weight, layout.fmt)):
-        for of, one in zip(weight.names(g, (), ".weight"), parts, strict=True):
-            for suffix, t in layout.stored(one).items():
-                yield of + suffix, t
+    for g, tensors in enumerate(_quantize_projections(parameter, weight, layout.fmt)):
+        for name, projection in zip(weight.names(g, (), ".weight"), tensors, strict=True):
+            for suffix, t in layout.stored(projection).items():
+                yield name + suffix, t
 
 
-def _split(held: Tensor, weight: ExpertWeight, fmt: Format) -> Iterator[list[WeightTensors]]:
+def _quantize_projections(
+    parameter: Tensor, weight: ExpertWeight, fmt: Format
+) -> Iterator[list[WeightTensors]]:
+    """Yield the quantized projections of each expert, with one global scale per expert."""
     count = len(weight.projections)
-    if isinstance(held, GroupedTensor):
-        whole = weight_tensors(held)
+    if isinstance(parameter, GroupedTensor):
+        tensors = weight_tensors(parameter)
         for g in range(weight.shape[0]):
-            one = whole.expert(g)
-            codes, scales = (
-                split_rows(t, count, weight.interleaved) for t in (one.codes, one.scales)
-            )
-            yield [WeightTensors(c, s, one.amax) for c, s in zip(codes, scales, strict=True)]
+            expert = tensors.expert(g)
+            codes = split_rows(expert.codes, count, weight.interleaved)
+            scales = split_rows(expert.scales, count, weight.interleaved)
+            yield [WeightTensors(c, s, expert.amax) for c, s in zip(codes, scales, strict=True)]
         return
-    for expert in held:
-        amax = expert.abs().amax().float()[None] if fmt.global_scale is not None else None
+    for matrix in parameter:
+        amax = matrix.abs().amax().float()[None] if fmt.global_scale is not None else None
         yield [
             quantize_weight(rows[None], fmt, amax).expert(0)
-            for rows in split_rows(expert, count, weight.interleaved)
+            for rows in split_rows(matrix, count, weight.interleaved)
         ]

@@ -1,4 +1,4 @@
-"""Delayed scaling: scales from the amaxes of earlier steps, and how they are updated."""
+"""Delayed scaling: update scales from the amaxes of earlier steps."""
 
 import torch
 from torch import Tensor
@@ -22,66 +22,66 @@ def delayed_scaling_update(
     group: ProcessGroup | str | None = None,
     skip_nonfinite: bool = False,
 ) -> None:
-    """Roll a history of amaxes and make the next scales from it, in place, once a step.
+    """Roll a history of amaxes and compute the next scales from it, in place, once per step.
 
     A slot is a column of the history, one group of a tensor. Its scale is FP8_MAX * 2^-margin over
-    the largest of the last L amaxes, by TransformerEngine's rule, which the docstring of
-    ``torch.ops.cute_kernels.delayed_scaling_update`` states to the bit. A slot that saw nothing
+    the largest of the last L amaxes, by TransformerEngine's rule; the docstring of
+    ``torch.ops.cute_kernels.delayed_scaling_update`` defines the bits. A slot whose amax is 0
     changes nothing. An infinite or NaN amax enters the history, unless ``skip_nonfinite``; the
-    scale stays as long as it decides.
+    scale stays as long as that amax decides.
 
     With ``group`` each slot takes the largest amax among the processes before the roll, in
     one all-reduce of all slots, so that histories and scales stay equal on all of them. There a
-    NaN counts as 0: which of two numbers the maximum of one and NaN is depends on the backend of
-    ``torch.distributed``. A slot that is 0 or NaN in every process saw nothing.
+    NaN counts as 0, since the maximum of a number and NaN depends on the backend of
+    ``torch.distributed``. A slot that is 0 or NaN in every process changes nothing.
 
     Args:
         amax_history: (L, n) fp32, contiguous. Row 0 takes the largest amaxes of the present
             step, row 1 is the oldest, row L - 1 the newest.
-        scale: (n,) fp32, contiguous: what ``quantize(scale=)`` takes.
-        fmt: what is quantized to: ``FP8(dtype, scaling="delayed")``, or its dtype.
-        amax: (n,) fp32 of this step, instead of row 0; its sign is dropped.
-        margin: an integer; FP8_MAX is divided by two to this power.
+        scale: (n,) fp32, contiguous: the argument ``scale`` of ``quantize``.
+        fmt: Format of the quantized tensor: ``FP8(dtype, scaling="delayed")``, or its dtype.
+        amax: (n,) fp32 of this step, instead of row 0; its sign is ignored.
+        margin: An integer; FP8_MAX is divided by two to this power.
         algorithm: ``"max"`` or ``"most_recent"``.
-        group: processes that share the scales, or the name of such a ``torch.distributed``
+        group: Processes that share the scales, or the name of such a ``torch.distributed``
             group.
-        skip_nonfinite: an amax of this step that is infinite or NaN counts as 0, with ``group``
-            in all processes: such a step is one that ``torch.amp.GradScaler`` skips.
+        skip_nonfinite: Count an infinite or NaN amax of this step as 0, with ``group`` in all
+            processes: ``torch.amp.GradScaler`` skips such a step.
 
     Raises:
         TypeError: ``fmt`` is no format record and no dtype of one, or a dtype is not fp32.
-        ValueError: a shape, a device, the margin or the algorithm breaks a rule.
-        RuntimeError: an argument requires a gradient and gradients are enabled.
-        cute_kernels.UnsupportedError: the backend does not run it.
+        ValueError: A shape, a device, the margin or the algorithm breaks a rule.
+        RuntimeError: An argument requires a gradient and gradients are enabled.
+        cute_kernels.UnsupportedError: The backend does not run the op.
     """
     if isinstance(fmt, torch.dtype):
         fmt = FP8(fmt, "delayed")
     check_format("fmt", fmt)
-    # Here, too: the dispatcher takes True for 1.
+    # Checked here, too: the dispatcher converts True to 1.
     check_margin(margin, fmt)
     if group is not None:
-        # Before anything is reduced or written.
+        # Checked before anything is reduced or written.
         DelayedScalingUpdate(amax_history, scale, fmt.text, amax, margin, algorithm).check()
-        last = amax_history[0]
+        step_amax = amax_history[0]
         if amax is not None:
-            last = torch.where(amax == 0, last, amax.abs())
-        # In row 0, so that every process rolls where one of them saw something.
-        amax_history[0] = reduced(last, group)
+            step_amax = torch.where(amax == 0, step_amax, amax.abs())
+        # Written to row 0, so that every process rolls a slot if one of them has an amax for it.
+        amax_history[0] = reduce_amaxes(step_amax, group)
         amax = None
     ops.delayed_scaling_update(
         amax_history, scale, fmt.text, amax, margin, algorithm, skip_nonfinite
     )
 
 
-def reduced(amaxes: Tensor, group: ProcessGroup | str) -> Tensor:
-    """The largest of each amax among the processes of ``group``; NaN counts as 0.
+def reduce_amaxes(amaxes: Tensor, group: ProcessGroup | str) -> Tensor:
+    """Return the largest of each amax among the processes of ``group``; NaN counts as 0.
 
     Args:
         amaxes: (n,) fp32.
-        group: a process group, or its name.
+        group: A process group, or its name.
     """
     finite_or_inf = amaxes.nan_to_num(nan=0.0, posinf=torch.inf)
     name = group if isinstance(group, str) else group.group_name
-    # The functional form, which compiled graphs hold, too.
+    # The functional form, which compiled graphs can contain, too.
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.all_reduce(finite_or_inf, "max", name))

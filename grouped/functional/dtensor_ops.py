@@ -5,9 +5,11 @@ The placements along each dimension of the mesh decide:
 | weight (G, N, K) | x (T, K) | y (T, N) | gradient of x |
 |---|---|---|---|
 | ``Replicate()`` | ``Replicate()`` | ``Replicate()`` | ``Replicate()`` |
-| ``Shard(0)``, groups | ``Replicate()`` | ``Partial()``: zeros in rows of other ranks' groups | ``Partial()`` |
+| ``Shard(0)``, groups | ``Replicate()`` | ``Partial()`` | ``Partial()`` |
 | ``Shard(1)``, columns of y | ``Replicate()`` | ``Shard(1)`` | ``Partial()`` |
 | ``Shard(2)``, columns of x | ``Shard(1)``, and no bias | ``Partial()`` | ``Shard(1)`` |
+
+Under ``Shard(0)`` y has zeros in rows of other ranks' groups.
 
 With ``transpose_b`` N and K change places. Operands of other placements are redistributed. Weights
 are gathered if the ranks do not divide their groups, or if x is quantized. Both operands of ragged
@@ -69,13 +71,13 @@ def product(
     """Compute a product of DTensors.
 
     Args:
-        call: computes the product of a rank's parts: ``call(x, weight, offs, bias, alpha)``.
+        call: Computes the product of a rank's parts: ``call(x, weight, offs, bias, alpha)``.
         x: (T, K).
         weight: (G, N, K), or ragged (T, N).
         offs: (G,) end rows, or None.
         bias: (G, N), or None.
         alpha: (G,) fp32 factors, or None.
-        columns: dimension of the weight that is the columns of y.
+        columns: Dimension of the weight that is the columns of y.
     """
     mesh = _common_mesh(x, weight, *(t for t in (bias, alpha) if t is not None))
     is_uniform = weight.dim() == 3
@@ -83,13 +85,13 @@ def product(
         len(weight) % mesh.size() or isinstance(local_part(x), GroupedTensor)
     )
     pairs = zip(x.placements, weight.placements, strict=True)
-    by_mesh_dim = [
+    mesh_dim_placements = [
         _choose_placements(*pair, shards_groups, columns, bias is not None)
         if is_uniform
         else _Placements()
         for pair in pairs
     ]
-    placements = _Placements(*(list(column) for column in zip(*by_mesh_dim, strict=True)))
+    placements = _Placements(*(list(column) for column in zip(*mesh_dim_placements, strict=True)))
     rows = _redistribute(x, placements.x, placements.dx)
     local_weight = _redistribute(weight, placements.weight)
     local_bias = None if bias is None else _redistribute(bias, placements.bias)
@@ -118,9 +120,9 @@ def quantize(call: Callable[..., Tensor], x: Any, fmt: Format, offs: Any, **opti
     Args:
         call: ``grouped.quantize``, for a rank's part.
         x: (T, K), or (G, N, K).
-        fmt: the format.
+        fmt: The format.
         offs: (G,) end rows, or None.
-        **options: other arguments of ``call``.
+        **options: Other arguments of ``call``.
     """
     refuse_stochastic(fmt)
     is_uniform = x.dim() == 3
@@ -135,7 +137,8 @@ def refuse_stochastic(*formats: Format | None) -> None:
     for fmt in formats:
         if fmt is not None and fmt.is_stochastic:
             raise ValueError(
-                f"{fmt} rounds stochastically, on each rank differently: pass to_local() of DTensors"
+                f"{fmt} rounds stochastically, on each rank differently: pass to_local() of "
+                "DTensors"
             )
 
 
@@ -143,7 +146,8 @@ def _common_mesh(*operands: Any) -> DeviceMesh:
     mesh: DeviceMesh = getattr(operands[0], "device_mesh", None) or operands[1].device_mesh
     if any(getattr(t, "device_mesh", None) != mesh for t in operands):
         raise TypeError(
-            "operands must all be DTensors of one mesh; for rows of this rank's groups pass to_local() of them"
+            "operands must all be DTensors of one mesh; for rows of this rank's groups pass "
+            "to_local() of them"
         )
     return mesh
 

@@ -33,11 +33,11 @@ class ExpertsOptions(NamedTuple):
     """Options of the experts beside their layers.
 
     Attributes:
-        activation: text of the activation.
-        interleaved: the two inputs of a gated activation alternate.
-        recompute: compute z, the input of the activation, again in the backward pass.
-        dtype: data type of the output.
-        defer_routing_weights: do not multiply the output by the routing weights p. The caller
+        activation: Text of the activation.
+        interleaved: The two inputs of a gated activation alternate.
+        recompute: Compute z, the input of the activation, again in the backward pass.
+        dtype: Data type of the output.
+        defer_routing_weights: Do not multiply the output by the routing weights p. The caller
             applies p, and passes back the gradient of the weighted output, not of y. The backward
             pass multiplies it by p, as usual.
     """
@@ -53,8 +53,8 @@ class ReplayKey(NamedTuple):
     """Everything of layers that their forward pass depends on.
 
     Attributes:
-        key: options that decide how the layers multiply.
-        tensors: all tensors that the layers read, and Nones.
+        key: Options that decide how the layers multiply.
+        tensors: All tensors that the layers read, and Nones.
     """
 
     key: Hashable
@@ -65,13 +65,13 @@ class Layer(NamedTuple):
     """One of the two products of a call; see ``grouped.functional.linear_autograd.multiply``.
 
     Attributes:
-        weights: the weight (G, N, K), or (N, K) per group.
+        weights: The weight (G, N, K), or (N, K) per group.
         bias: (G, N), or None.
-        recipe: formats of the operands.
-        quantized: the quantized weight, if it exists already.
-        accumulator: receives the gradients of weight and bias, if autograd does not.
-        scaling: scales under delayed scaling.
-        probe: observes the operands, if an inspector is active.
+        recipe: Formats of the operands.
+        quantized: The quantized weight, if it exists already.
+        accumulator: Receives the gradients of weight and bias, if autograd does not.
+        scaling: Scales under delayed scaling.
+        probe: Observes the operands, if an inspector is active.
         flags: (4,) bool flags of ``detect_nonfinite``, if that is active.
     """
 
@@ -97,7 +97,7 @@ class Layer(NamedTuple):
             x: (T, K) rows.
             offs: (G,) int32 end rows.
             needs: True for each of x and weight if its gradient is needed.
-            epilogue: activation of the result.
+            epilogue: Activation of the result.
 
         Returns:
             The outputs of the product, and the tensors that its backward pass reads.
@@ -128,7 +128,7 @@ class Layer(NamedTuple):
         next_layer: Layer,
         keeps_z: bool,
     ) -> Epilogue | None:
-        """Return the epilogue that activates the product of ``rows``; None if a pass of its own does.
+        """Return the epilogue that activates the product of ``rows``; None for a separate pass.
 
         The epilogue also quantizes the result if ``next_layer`` alone reads it.
         """
@@ -180,8 +180,8 @@ class Layer(NamedTuple):
         """Return True for each of weight and bias if its gradient is needed.
 
         Args:
-            weights: autograd needs the gradient of a weight.
-            bias: autograd needs the gradient of the bias.
+            weights: Autograd needs the gradient of a weight.
+            bias: Autograd needs the gradient of the bias.
         """
         return (weights, bias) if self.accumulator is None else self.accumulator.wanted
 
@@ -209,9 +209,9 @@ class Layer(NamedTuple):
         """Compute or accumulate the gradients of the parameters; return what autograd gets.
 
         Args:
-            call: metadata of the call.
-            wgrad: operands of the gradient of the weight, or None.
-            dbias: gradient of the bias, or None.
+            call: Metadata of the call.
+            wgrad: Operands of the gradient of the weight, or None.
+            dbias: Gradient of the bias, or None.
             needs: True for each weight parameter if autograd needs its gradient.
         """
         if self.accumulator is not None:

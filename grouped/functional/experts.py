@@ -1,7 +1,7 @@
 """The experts of a mixture from tokens to tokens: gather, two products, combine, and gradients.
 
-Or from rows to rows that are sorted by expert already. Then there are no routing weights p, and x, z
-and a are saved for the backward pass as two linear layers and an activation save them.
+Also from rows to rows, if rows are sorted by expert already. Then there are no routing weights p,
+and x, z and a are saved for the backward pass as two linear layers and an activation save them.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def experts(
     Args:
         x: (T, H) tokens; or rows that are sorted by expert, with a ``PresortedRouting``.
         p: (T, k) fp32 routing weights; None for sorted rows.
-        routing: routing of the tokens.
-        gate_up: the first layer.
-        down: the second layer.
-        options: options of the experts.
+        routing: Routing of the tokens.
+        gate_up: The first layer.
+        down: The second layer.
+        options: Options of the experts.
 
     Returns:
         (T, H) of ``options.dtype``.
@@ -136,6 +136,7 @@ class _Experts(torch.autograd.Function):
         options: ExpertsOptions,
         *weights: Tensor,
     ) -> Tensor:
+        """Return y (T, H), and save what the gradients read."""
         gate_up, down = layers
         needs = _needed_gradients(ctx.needs_input_grad, layers)
         layer_needs = (needs.x, needs.gate_up[0]), (needs.z or needs.p, needs.down[0])
@@ -162,6 +163,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, p, both biases and all weights."""
         context: BackwardContext = ctx.context
         for layer in context.layers:
             if layer.accumulator is not None:
@@ -213,7 +215,8 @@ _LIBRARY.define(
     f"Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, {_FORMATS}, "
     "bool propagate_nonfinite_1, bool propagate_nonfinite_2, str activation, bool interleaved, "
     "bool recompute, ScalarType dtype, bool apart, Tensor[]? scales_1, Tensor[]? amaxes_1, "
-    "Tensor[]? scales_2, Tensor[]? amaxes_2, bool[]? may_be_zero_1=None, bool[]? may_be_zero_2=None) -> Tensor",
+    "Tensor[]? scales_2, Tensor[]? amaxes_2, bool[]? may_be_zero_1=None, bool[]? "
+    "may_be_zero_2=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -224,7 +227,7 @@ def _parse_arguments(
     """Return the arguments of ``experts`` from the arguments of the op.
 
     Args:
-        arguments: in the order of the op's schema.
+        arguments: In the order of the op's schema.
         records_amaxes: True if amaxes may be written.
     """
     x, p = arguments[:2]

@@ -41,13 +41,13 @@ class NeededGradients(NamedTuple):
     """Gradients that a backward pass computes.
 
     Attributes:
-        x: of the input.
-        p: of the routing weights.
-        z: of the input of the activation.
-        gate_up: of weight and bias of the first layer.
-        down: of weight and bias of the second layer.
-        gate_up_weights: of each weight parameter of the first layer, for autograd.
-        down_weights: of each weight parameter of the second layer, for autograd.
+        x: True if the gradient of the input is needed.
+        p: True if the gradient of the routing weights is needed.
+        z: True if the gradient of the activation's input is needed.
+        gate_up: True for each of weight and bias of the first layer.
+        down: True for each of weight and bias of the second layer.
+        gate_up_weights: True for each weight parameter of the first layer, for autograd.
+        down_weights: True for each weight parameter of the second layer, for autograd.
     """
 
     x: bool
@@ -66,7 +66,7 @@ class SavedLayer:
     Attributes:
         input_scale: (G,) scales of the input, if the backward pass quantizes it again.
         grad_scale: (G,) scales of the gradient of the output.
-        operands: operands of the gradients, and amaxes.
+        operands: Operands of the gradients, and amaxes.
     """
 
     input_scale: Tensor | None
@@ -86,10 +86,10 @@ class RecomputeInputs(NamedTuple):
     """Operands that compute z again.
 
     Attributes:
-        bias: bias of the first layer.
+        bias: Bias of the first layer.
         weight_scale: (G,) scales of its weight under delayed scaling.
-        weight_copy: its quantized weight, if the caller gave it.
-        parameters: its weight otherwise; empty if the operands of the layer have it.
+        weight_copy: Its quantized weight, if the caller gave it.
+        parameters: Its weight otherwise; empty if the operands of the layer have it.
     """
 
     bias: Tensor | None
@@ -106,11 +106,11 @@ class SavedTensors:
         x: (T, H) input, for wgrad of the first layer or to compute z again.
         p: (T, k) fp32 routing weights.
         z: (R, W) input of the activation; None if it is computed again.
-        routing: routing of the tokens.
-        down_bias: bias of the second layer.
-        gate_up: tensors of the first layer.
-        down: tensors of the second layer.
-        recompute: operands that compute z again, or None.
+        routing: Routing of the tokens.
+        down_bias: Bias of the second layer.
+        gate_up: Tensors of the first layer.
+        down: Tensors of the second layer.
+        recompute: Operands that compute z again, or None.
     """
 
     x: Tensor | None
@@ -207,11 +207,11 @@ class BackwardContext(NamedTuple):
     """Everything but tensors that the backward pass of the experts depends on.
 
     Attributes:
-        layers: the two layers, without their tensors.
-        calls: metadata of the two products.
-        options: options of the experts.
-        needs: the gradients to compute.
-        lengths: lengths of the lists of saved tensors.
+        layers: The two layers, without their tensors.
+        calls: Metadata of the two products.
+        options: Options of the experts.
+        needs: The gradients to compute.
+        lengths: Lengths of the lists of saved tensors.
     """
 
     layers: tuple[Layer, Layer]
@@ -238,8 +238,8 @@ def compute_gradients(context: BackwardContext, tensors: list[Any]) -> Sequence[
     """Compute the gradients of x, p, both biases and all weights, replayed if possible.
 
     Args:
-        context: everything but tensors.
-        tensors: the gradient of the output, and the saved tensors. The list is empty afterwards,
+        context: Everything but tensors.
+        tensors: The gradient of the output, and the saved tensors. The list is empty afterwards,
             and each tensor is released after its last use.
     """
 
@@ -260,9 +260,9 @@ class _BackwardPass:
     """One backward pass. Its methods run in order and release tensors after their last use.
 
     Args:
-        context: everything but tensors.
+        context: Everything but tensors.
         dy: (T, H) gradient of the output.
-        saved: the saved tensors.
+        saved: The saved tensors.
     """
 
     def __init__(self, context: BackwardContext, dy: Tensor, saved: SavedTensors) -> None:

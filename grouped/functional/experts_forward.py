@@ -34,8 +34,8 @@ class ExpertsResult(NamedTuple):
     Attributes:
         y: (T, H) output; rows of the second product where they are not combined.
         z: (R, W) input of the activation, if it was kept.
-        gate_up: tensors that the first layer saves.
-        down: tensors that the second layer saves.
+        gate_up: Tensors that the first layer saves.
+        down: Tensors that the second layer saves.
     """
 
     y: Tensor
@@ -53,10 +53,10 @@ def run_inference(
     """Return ``run()``, replayed if gradients are disabled.
 
     Args:
-        key: options that ``run`` depends on beside the layers.
-        inputs: tensors that ``run`` reads beside those of the layers.
-        layers: the layers that ``run`` multiplies by.
-        run: computes the result.
+        key: Options that ``run`` depends on beside the layers.
+        inputs: Tensors that ``run`` reads beside those of the layers.
+        layers: The layers that ``run`` multiplies by.
+        run: Computes the result.
     """
     is_scaled = layers[0].scaling or layers[1].scaling
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_scaled:
@@ -78,12 +78,12 @@ def run_quantized_inference(
     The layers are made only if the call is not replayed.
 
     Args:
-        key: options that ``run`` depends on beside the layers.
-        inputs: tensors that ``run`` reads beside those of the layers.
-        weights: the weights of both layers.
-        recipe: recipe of both layers.
-        cache: keeps, for the same weights and recipe, the key of the layers. It holds no tensor.
-        run: computes the result from the layers.
+        key: Options that ``run`` depends on beside the layers.
+        inputs: Tensors that ``run`` reads beside those of the layers.
+        weights: The weights of both layers.
+        recipe: Recipe of both layers.
+        cache: Keeps, for the same weights and recipe, the key of the layers. It holds no tensor.
+        run: Computes the result from the layers.
     """
     gate_up, down = weights
 
@@ -145,11 +145,11 @@ def run_forward(
     Args:
         x: (T, H) tokens, or rows that are sorted by expert.
         p: (T, k) fp32 routing weights; None for sorted rows.
-        routing: routing of the tokens.
-        layers: the two layers.
-        options: options of the experts.
-        needs: for each layer, True for each of input and weight if its gradient is needed.
-        keeps_z: return the input of the activation.
+        routing: Routing of the tokens.
+        layers: The two layers.
+        options: Options of the experts.
+        needs: For each layer, True for each of input and weight if its gradient is needed.
+        keeps_z: Return the input of the activation.
     """
     layers_key = _layers_key(layers)
     if layers_key is None:
@@ -179,6 +179,7 @@ def _run(
     needs: LayerNeeds,
     keeps_z: bool,
 ) -> ExpertsResult:
+    """Compute both products and combine rows into tokens; see ``run_forward``."""
     result = products(x, routing, layers, options, needs, keeps_z)
     if routing.row is None:
         return result

@@ -52,20 +52,20 @@ def grouped_gemm(
     GPU their values are not read, and ``a.offs`` decides.
 
     Args:
-        a: a GroupedTensor, or a plain tensor with ``offs``.
-        b: a GroupedTensor, or a plain tensor of the dtype of a plain ``a``. Quantized weights are
+        a: A GroupedTensor, or a plain tensor with ``offs``.
+        b: A GroupedTensor, or a plain tensor of the dtype of a plain ``a``. Quantized weights are
             accepted with plain bf16 or fp16 activations (W4A16), and NVFP4 weights with FP8,
             FP8Block or MXFP8 activations (W4A8). Quantized activations with plain weights are
             not.
         offs: (G,) end rows, for a plain ``a``.
         bias: (G, N) for fprop and dgrad, added in fp32.
         alpha: (G,) fp32 factors.
-        out_dtype: dtype of a new result; bf16 by default, whatever the operands are: quantized
-            operands belong to bf16 layers, even if they were quantized from fp32 master weights.
-            (The flat ops use the dtype of a plain ``a``, as ``torch.mm`` does.)
-        out: tensor to write the result into; rows of empty groups and of the tail are not written.
-        accumulate: add to the values of ``out``, in fp32 before the one cast.
-        transpose_b: contract over the second dimension of ``b``, read from its columnwise copy.
+        out_dtype: Data type of a new result; bf16 by default, for all operands. Quantized operands
+            belong to bf16 layers, even if they were quantized from fp32 master weights. (The flat
+            ops use the dtype of a plain ``a``, as ``torch.mm`` does.)
+        out: Tensor to write the result into; rows of empty groups and of the tail are not written.
+        accumulate: Add to the values of ``out``, in fp32 before the one cast.
+        transpose_b: Contract over the second dimension of ``b``, read from its columnwise copy.
         accumulation: "fast" or "split", for products of FP8 with one scale per group: all sums in
             the accumulator of the tensor core, or promotion to fp32 every 128 of the contraction.
             By default "fast" for fprop and "split" for dgrad and wgrad. The bits differ on
@@ -80,11 +80,11 @@ def grouped_gemm(
 
     Raises:
         TypeError: ``a`` is quantized and ``b`` is not, or a dtype is not supported.
-        ValueError: a shape, a device or a combination of arguments breaks a rule.
-        RuntimeError: an operand lacks the direction that this product reads; or ``out`` is given
+        ValueError: A shape, a device or a combination of arguments breaks a rule.
+        RuntimeError: An operand lacks the direction that this product reads; or ``out`` is given
             and an operand or ``out`` requires a gradient, which would be lost.
-        NotImplementedError: an operand has a tangent of forward-mode AD.
-        cute_kernels.UnsupportedError: this backend, or every backend, lacks the product.
+        NotImplementedError: An operand has a tangent of forward-mode AD.
+        cute_kernels.UnsupportedError: This backend, or every backend, lacks the product.
     """
     if not (type(accumulate) is type(transpose_b) is bool):
         check_kind(bool, accumulate=accumulate, transpose_b=transpose_b)
@@ -177,6 +177,7 @@ _LIBRARY.define(
 
 
 def _save_w4a16(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save what the gradients of ``gemm_w4a16`` read."""
     a, b, offs, bias, alpha, transpose_b, _ = inputs
     # Saved so that autograd notices a write to a plain tensor of b through another wrapper.
     plain_tensors = [getattr(b, name) for name in b.__tensor_flatten__()[0]]
@@ -323,7 +324,8 @@ def _check_same_offs(a: Tensor, b: Tensor) -> None:
     is_known = a.device.type == b.device.type == "cpu" and not needs_dispatcher((a, b))
     if is_known and not torch.equal(a, b):
         raise ValueError(
-            f"a and b must be cut at the same rows, but their offs differ: {a.tolist()[:8]} and {b.tolist()[:8]}"
+            f"a and b must be cut at the same rows, but their offs differ: {a.tolist()[:8]} and "
+            f"{b.tolist()[:8]}"
         )
 
 

@@ -20,7 +20,7 @@ from ..tensor.offsets import Offsets, as_offs
 from ..tensor.validation import check_is_tensor
 from .flops import product_flops
 from .linear_call import DelayedScales, LinearCall, WeightGradientAccumulator, join_weights
-from .linear_passes import as_16_bit, backward, forward
+from .linear_passes import backward, forward, to_16_bit
 from .operands import OperandCopy, OperandProbe, QuantizedOperand, SavedOperands, Scaling
 
 
@@ -47,9 +47,9 @@ def linear(
             gradient is the gradient of its decoded values.
         bias: (G, N), or None.
         offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
-        recipe: the format of each operand, forward and backward. BF16 multiplies in bf16, or in
+        recipe: The format of each operand, forward and backward. BF16 multiplies in bf16, or in
             fp16 if ``x`` is fp16.
-        scaling: state of delayed scaling, required by recipes that have it: a
+        scaling: State of delayed scaling, required by recipes that have it: a
             ``grouped.nn.DelayedScaling(recipe, G)`` that outlives the call. In ``train()`` mode
             the call records its amaxes; ``scaling.update()`` makes the next scales from them, once
             per step.
@@ -60,9 +60,9 @@ def linear(
 
     Raises:
         TypeError: ``recipe`` is no Recipe, or a dtype is not supported.
-        ValueError: a shape, a device or offs break a rule; or ``scaling`` is missing, or is for
+        ValueError: A shape, a device or offs break a rule; or ``scaling`` is missing, or is for
             another recipe.
-        RuntimeError: a GroupedTensor lacks a copy that the product or a gradient reads; or a
+        RuntimeError: A GroupedTensor lacks a copy that the product or a gradient reads; or a
             second or forward-mode derivative was requested.
     """
     check_recipe(recipe)
@@ -74,7 +74,8 @@ def linear(
         return _distributed_linear(x, weight, bias, offs, recipe)
     if x.dim() >= 2 and x.shape[-1] != depth:
         raise ValueError(
-            f"x (..., K) and weight (G, N, K) must share K, got {tuple(x.shape)} and {tuple(weight.shape)}: a weight stored "
+            f"x (..., K) and weight (G, N, K) must share K, got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}: a weight stored "
             "(G, K, N) is given as weight.mT"
         )
     rows, end_rows = rows_and_end_rows(x, offs, groups, depth)
@@ -115,7 +116,8 @@ def flatten_rows(x: Tensor, depth: int) -> Tensor:
         )
     if type(x) is not Tensor and is_distributed(x):
         raise TypeError(
-            "x is a DTensor: modules of grouped.nn take a rank's rows, its to_local(), which PrepareModuleInputOutput of "
+            "x is a DTensor: modules of grouped.nn take a rank's rows, its to_local(), which "
+            "PrepareModuleInputOutput of "
             "torch.distributed.tensor.parallel gives them"
         )
     rows = x if x.dim() == 2 else x.reshape(-1, depth)
@@ -141,7 +143,8 @@ def rows_and_end_rows(x: Tensor, offs: Offsets, groups: int, depth: int) -> tupl
         torch._check(differs or end_rows.shape[0] == groups)
     if differs:
         raise ValueError(
-            f"offs must have one end row for each of the {groups} groups, got {end_rows.shape[0]} entries"
+            f"offs must have one end row for each of the {groups} groups, got {end_rows.shape[0]} "
+            "entries"
         )
     return rows, end_rows
 
@@ -161,14 +164,14 @@ def multiply(
 
     Args:
         x: (T, K) rows.
-        weights: the weight (G, N, K), or (N, K) per group.
+        weights: The weight (G, N, K), or (N, K) per group.
         bias: (G, N), or None.
         offs: (G,) int32 end rows.
-        recipe: formats of the operands.
-        quantized: the quantized weight, if it exists already. Not used while the call is traced.
-        accumulator: receives the gradients of weight and bias. Not used while the call is traced.
-        scaling: scales under delayed scaling.
-        probe: observes the operands. Not used while the call is traced.
+        recipe: Formats of the operands.
+        quantized: The quantized weight, if it exists already. Not used while the call is traced.
+        accumulator: Receives the gradients of weight and bias. Not used while the call is traced.
+        scaling: Scales under delayed scaling.
+        probe: Observes the operands. Not used while the call is traced.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
         return torch.ops.grouped.linear(
@@ -206,6 +209,7 @@ class _Linear(torch.autograd.Function):
         probe: OperandProbe | None,
         *weights: Tensor,
     ) -> Tensor:
+        """Return y (T, N), and save what the gradients read."""
         wanted = any(ctx.needs_input_grad[_WEIGHTS:]), ctx.needs_input_grad[1]
         ctx.needs = (
             ctx.needs_input_grad[0],
@@ -222,6 +226,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, bias and weights."""
         if ctx.accumulator is not None:
             ctx.accumulator.check()
         offs, scale, *tensors = ctx.saved_tensors
@@ -293,6 +298,7 @@ class _TransformedLinear(_ReverseOnly):
         needs: tuple[bool, bool],
         *scales: Tensor,
     ) -> tuple[Tensor, ...]:
+        """Return y (T, N), and the tensors to save."""
         scaling = Scaling(scales) if scales else None
         (y,), saved = forward(x, [_unpacked(weight)], bias, offs, recipe, None, needs, scaling)
         if not recipe.is_quantized:
@@ -302,6 +308,7 @@ class _TransformedLinear(_ReverseOnly):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Save the inputs and outputs that the gradients read."""
         x, weight, bias, offs, recipe, needs, *scales = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
@@ -314,6 +321,7 @@ class _TransformedLinear(_ReverseOnly):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight and bias."""
         needs = ctx.needs_input_grad[:3]
         options = (ctx.call, ctx.saved_for, needs)
         gradients = iter(_TransformedGradients.apply(dy, *ctx.saved_tensors, *options))
@@ -332,11 +340,12 @@ class _TransformedGradients(_ReverseOnly):
         scale: Tensor | None,
         *copies_and_options: Any,
     ) -> tuple[Tensor, ...]:
+        """Return the needed ones of the gradients of x, weight and bias."""
         *tensors, call, saved_for, needs = copies_and_options
         if call.recipe.is_quantized:
             saved = _saved_copies(tensors, call, saved_for)
         else:
-            saved = SavedOperands(x=OperandCopy(as_16_bit(x)), parameters=[_unpacked(weight)])
+            saved = SavedOperands(x=OperandCopy(to_16_bit(x)), parameters=[_unpacked(weight)])
         dx, wgrad, dbias, _ = backward(call, needs, dy, offs, saved, scale)
         dweight = None if wgrad is None else call.weight_gradient(wgrad)
         return tuple(t for t in (dx, dweight, dbias) if t is not None)
@@ -356,8 +365,8 @@ def _saved_copies(
     """Rebuild the copies of x and of the weight from their tensors.
 
     Args:
-        tensors: the tensors of both copies, in order.
-        call: metadata of the call.
+        tensors: The tensors of both copies, in order.
+        call: Metadata of the call.
         saved_for: True for each of dx and dweight if its operand was saved: the columnwise copy of
             the weight for dx, of x for dweight.
     """
@@ -443,6 +452,7 @@ def scaling_from_arguments(
 def _linear_below_autograd(
     x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
+    """Compute ``linear`` without gradients, for plain tensors."""
     recipe = recipe_from_texts(*recipe_and_scaling[:4])
     # The autograd layer above records amaxes: this computes, and writes nothing.
     scales, _, *may_be_zero = (*recipe_and_scaling[4:], None, None)[:3]
@@ -464,6 +474,7 @@ def _linear_autograd(
 def _linear_transformed(
     x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
+    """Compute ``linear`` under ``torch.func``."""
     recipe = recipe_from_texts(*recipe_and_scaling[:4])
     scaling = scaling_from_arguments(*recipe_and_scaling[4:5])
     needs = x.requires_grad, weight.requires_grad

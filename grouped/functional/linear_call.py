@@ -59,15 +59,15 @@ class LinearCall(NamedTuple):
     """Metadata of a call of the linear product that its gradients need.
 
     Attributes:
-        recipe: formats of the operands.
-        prepacked: the codes of the weight are prepacked.
-        weight_format: text of the format of the weight; None if it is plain.
-        dtype: data type of the input and of the output.
-        weight_dtype: data type of the weight's gradient.
-        bias_dtype: data type of the bias; None if there is none.
-        discrete: the weight has one parameter per group.
-        probe: observes the operands of the call, if an inspector is active.
-        may_be_zero: for each role, True if some of its given scales may be 0.
+        recipe: Formats of the operands.
+        prepacked: The codes of the weight are prepacked.
+        weight_format: Text of the format of the weight; None if it is plain.
+        dtype: Data type of the input and of the output.
+        weight_dtype: Data type of the weight's gradient.
+        bias_dtype: Data type of the bias; None if there is none.
+        discrete: The weight has one parameter per group.
+        probe: Observes the operands of the call, if an inspector is active.
+        may_be_zero: For each role, True if some of its given scales may be 0.
     """
 
     recipe: Recipe
@@ -116,9 +116,9 @@ class LinearCall(NamedTuple):
         """Compute the gradient of the weight.
 
         Args:
-            operands: the operands of the product.
+            operands: The operands of the product.
             out: (G, N, K) tensor to write the gradient into.
-            accumulate: add to the values of ``out``.
+            accumulate: Add to the values of ``out``.
 
         Returns:
             ``out``, or a new tensor (G, N, K) of the weight's dtype.

@@ -117,8 +117,8 @@ class ActivationGradientOperands(NamedTuple):
     """Quantized gradient of an activation, and its weighted result.
 
     Attributes:
-        dz: gradient of the activation's input, in both directions.
-        weighted_activation: p * a, columnwise.
+        dz: Gradient of the activation's input, in both directions.
+        weighted_activation: P * a, columnwise.
         dp: (T, k) fp32 gradient of the routing weights.
     """
 
@@ -139,10 +139,10 @@ def quantize_activation_gradient(
     Args:
         z: (R, W) input of the activation.
         grad: (R, N) gradient of its result, without the routing weights.
-        recipes: recipes of the two products: dz has the first one's gradient format, p * a the
+        recipes: Recipes of the two products: dz has the first one's gradient format, p * a the
             second one's input format.
         scales: (G,) fp32 of dz and of p * a, for formats that have given scales.
-        **options: other arguments of ``moe_quantize_gradient``.
+        **options: Other arguments of ``moe_quantize_gradient``.
     """
     dz_format = _role_format(recipes[0], "grad_output")
     activation_format = _role_format(recipes[1], "input")
@@ -168,17 +168,17 @@ class _QuantizedProduct(NamedTuple):
     """A product whose rows are quantized first: fprop of the input, or dgrad of the gradient.
 
     Attributes:
-        role: role of the rows, ``"input"`` or ``"grad_output"``.
+        role: Role of the rows, ``"input"`` or ``"grad_output"``.
         x: (T, K) rows, or rows that are quantized already.
-        weight: copy of the weight whose blocks run along K.
+        weight: Copy of the weight whose blocks run along K.
         offs: (G,) int32 end rows.
-        fmt: format of the rows.
-        call: metadata of the call.
+        fmt: Format of the rows.
+        call: Metadata of the call.
         bias: (G, N), added in fp32.
-        transpose: the product is dgrad.
-        columnwise: also make the columnwise copy of the rows.
-        scale: scales of the rows, if their format has given scales.
-        epilogue: activation of the result.
+        transpose: The product is dgrad.
+        columnwise: Also make the columnwise copy of the rows.
+        scale: Scales of the rows, if their format has given scales.
+        epilogue: Activation of the result.
     """
 
     role: str
@@ -300,7 +300,7 @@ def _plain_product(
     )
 
 
-def as_16_bit(x: Tensor) -> Tensor:
+def to_16_bit(x: Tensor) -> Tensor:
     """Return ``x`` in the data type in which plain operands are multiplied: bf16, or fp16."""
     return x if x.dtype in (torch.bfloat16, torch.float16) else x.to(torch.bfloat16)
 
@@ -331,15 +331,15 @@ def forward(
 
     Args:
         x: (T, K) rows.
-        weights: the weight (G, N, K), or (N, K) per group.
+        weights: The weight (G, N, K), or (N, K) per group.
         bias: (G, N), or None.
         offs: (G,) int32 end rows.
-        recipe: formats of the operands.
-        quantized: the quantized weight, if it exists already.
+        recipe: Formats of the operands.
+        quantized: The quantized weight, if it exists already.
         needs: True for each of x and weight if its gradient is needed.
-        scaling: scales under delayed scaling.
-        probe: observes the operands.
-        epilogue: activation of the result.
+        scaling: Scales under delayed scaling.
+        probe: Observes the operands.
+        epilogue: Activation of the result.
 
     Returns:
         The outputs of the product: y (T, N), or the outputs of the epilogue; and the tensors that
@@ -396,7 +396,7 @@ def _plain_forward(
     if isinstance(x, LazyRows) and x.activation is None and probe is None and not need_dweight:
         x, index, inverse = x.x, x.row_index, x.inverse
     x = materialize(x)
-    low_x = as_16_bit(x)
+    low_x = to_16_bit(x)
     low_weight = _multiplied_weight(weights, low_x.dtype)
     y = _plain_product(
         low_x,
@@ -453,7 +453,8 @@ def _check_quantized_weight(weight: GroupedTensor, need_dx: bool) -> None:
     level = weight.format.global_scale
     if level is not None and level.per == "row":
         raise ValueError(
-            f"weight must have one global scale per group, got {weight.format}: row_scaled is for activations"
+            f"weight must have one global scale per group, got {weight.format}: row_scaled is for "
+            "activations"
         )
     if need_dx and weight.format.is_transformed:
         raise ValueError(
@@ -465,7 +466,8 @@ def _check_quantized_weight(weight: GroupedTensor, need_dx: bool) -> None:
     if weight.columnwise is None and need_dx:
         raise RuntimeError(
             f"weight has no columnwise copy, which dgrad reads: {weight!r}; make it by "
-            "grouped.prepare or grouped.quantize with columnwise=True, or call the layer under torch.no_grad()"
+            "grouped.prepare or grouped.quantize with columnwise=True, or call the layer under "
+            "torch.no_grad()"
         )
 
 
@@ -476,9 +478,9 @@ class WgradInput(NamedTuple):
     """Input of a product as wgrad reads it.
 
     Attributes:
-        x: columnwise copy, or values if plain.
-        row_index: row of ``x`` for each row, if plain rows are gathered by the product.
-        inverse: the inverse of ``row_index``.
+        x: Columnwise copy, or values if plain.
+        row_index: Row of ``x`` for each row, if plain rows are gathered by the product.
+        inverse: The inverse of ``row_index``.
         amax: (G,) amax under delayed scaling.
     """
 
@@ -497,8 +499,8 @@ def wgrad_input(
     """Return what wgrad reads of the input, for a call whose forward pass did not save it.
 
     Args:
-        call: metadata of the call.
-        x: the input (T, K), or quantized with a columnwise copy.
+        call: Metadata of the call.
+        x: The input (T, K), or quantized with a columnwise copy.
         offs: (G,) int32 end rows.
         scale: (G,) fp32 scales of the input, if its format has given scales.
     """
@@ -506,8 +508,8 @@ def wgrad_input(
         return WgradInput(cast("OperandCopy", x.columnwise), amax=x.amax)
     if not call.recipe.is_quantized:
         if isinstance(x, LazyRows) and x.activation is None and x.row_index is not None:
-            return WgradInput(OperandCopy(as_16_bit(x.x)), x.row_index, x.inverse)
-        return WgradInput(OperandCopy(as_16_bit(materialize(x))))
+            return WgradInput(OperandCopy(to_16_bit(x.x)), x.row_index, x.inverse)
+        return WgradInput(OperandCopy(to_16_bit(materialize(x))))
     if call.probe is not None:
         x = materialize(x)
     quantized = _quantize(
@@ -534,12 +536,12 @@ def backward(
     """Compute the gradients of a call.
 
     Args:
-        call: metadata of the call.
+        call: Metadata of the call.
         needs: True for each of x, weight and bias if its gradient is needed.
         dy: (T, N) gradient of the output; or quantized in both directions, if the gradients of x
             and of the weight are needed, and that of the bias is not.
         offs: (G,) int32 end rows.
-        saved: the tensors that the forward pass saved.
+        saved: The tensors that the forward pass saved.
         scale: (G,) fp32 scales of ``dy``, if its format has given scales.
     """
     if isinstance(dy, QuantizedOperand):

@@ -22,7 +22,7 @@ def watch(flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: 
     Args:
         flags: (4,) bool, one flag for each of ``ROLES``.
         x: (T, K) input.
-        weights: the weight (G, N, K), or (N, K) per group.
+        weights: The weight (G, N, K), or (N, K) per group.
         y: (T, N) output.
         offs: (G,) end rows; rows behind the last group are ignored.
 

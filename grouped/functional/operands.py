@@ -20,9 +20,9 @@ class OperandCopy(NamedTuple):
     """One orientation of an operand, as the GEMM ops read it.
 
     Attributes:
-        codes: codes of a quantized operand; values of a plain one, bf16 or fp16.
-        block_scales: scales of the blocks, for formats that have them.
-        global_scale: fp32 tensor that the global scale follows from, for formats that have one:
+        codes: Codes of a quantized operand; values of a plain one, bf16 or fp16.
+        block_scales: Scales of the blocks, for formats that have them.
+        global_scale: Fp32 tensor that the global scale follows from, for formats that have one:
             the amax of NVFP4, ``scale_inv`` of FP8.
     """
 
@@ -53,8 +53,8 @@ class QuantizedOperand(NamedTuple):
     """An operand that was quantized in one or both orientations.
 
     Attributes:
-        rowwise: the copy with blocks along K, or None.
-        columnwise: the copy with blocks along the rows of each group, or None.
+        rowwise: The copy with blocks along K, or None.
+        columnwise: The copy with blocks along the rows of each group, or None.
         amax: (G,) fp32 amax of the values, if the caller gave the scales: the next scales follow
             from it.
     """
@@ -91,7 +91,7 @@ class Scaling(NamedTuple):
             group has none yet: it uses the scale of its current amax.
         amaxes: (G,) fp32 for each role, the largest amax of the step so far. Written when the
             gradients of the call are computed; None if the call does not count.
-        may_be_zero: for each role, False if no scale is 0: then no amax is computed first.
+        may_be_zero: For each role, False if no scale is 0: then no amax is computed first.
     """
 
     scales: Sequence[Tensor]
@@ -118,7 +118,7 @@ class OperandScale(NamedTuple):
 
     def resolve(self, x: Tensor, offs: Tensor | None, fmt: Format) -> Tensor:
         """Return the scales for ``x``; zeros become the scales of ``FP8(scaling="current")``."""
-        _, current, _ = codec_of(fmt).level(ops.grouped_amax(x, offs))
+        _, current, _ = codec_of(fmt).global_scale_vectors(ops.grouped_amax(x, offs))
         return torch.where(self.value == 0, current, self.value)
 
 
@@ -132,8 +132,8 @@ class LazyRows(NamedTuple):
         offs: (G,) int32 end rows of the groups.
         row_index: (R,) int32 row of ``x`` for each row; None for all rows in order.
         inverse: (T, k) int32, for each row of ``x`` the rows that it becomes; with ``row_index``.
-        activation: text of an activation that is applied to the rows, or None.
-        interleaved: the two inputs of a gated activation alternate.
+        activation: Text of an activation that is applied to the rows, or None.
+        interleaved: The two inputs of a gated activation alternate.
     """
 
     x: Tensor
@@ -174,8 +174,8 @@ class QuantizedRows(NamedTuple):
     """Rows that the preceding product quantized, and the dtype that they had.
 
     Attributes:
-        copy: rowwise copy of the rows.
-        dtype: data type of the rows before they were quantized.
+        copy: Rowwise copy of the rows.
+        dtype: Data type of the rows before they were quantized.
     """
 
     copy: OperandCopy
@@ -191,9 +191,9 @@ class SavedOperands(NamedTuple):
     """Tensors that a product saves for its backward pass; None or empty if no gradient needs them.
 
     Attributes:
-        x: the input that wgrad reads: its columnwise copy, or its values if the recipe is plain.
-        weight: columnwise copy of the weight, which dgrad reads; None if the recipe is plain.
-        parameters: parameters of the weight, which dgrad reads if the recipe is plain.
+        x: The input that wgrad reads: its columnwise copy, or its values if the recipe is plain.
+        weight: Columnwise copy of the weight, which dgrad reads; None if the recipe is plain.
+        parameters: Parameters of the weight, which dgrad reads if the recipe is plain.
         amax_x: (G,) amax of the input under delayed scaling.
         amax_weight: (G,) amax of the weight under delayed scaling, if the call quantized it.
     """
@@ -228,8 +228,8 @@ class WgradOperands(NamedTuple):
     """Operands of the product that computes the gradient of a weight.
 
     Attributes:
-        dy: columnwise copy of the gradient of the output, or its values if plain.
-        x: columnwise copy of the input, or its values if plain; None until the caller sets it, if
+        dy: Columnwise copy of the gradient of the output, or its values if plain.
+        x: Columnwise copy of the input, or its values if plain; None until the caller sets it, if
             the forward pass did not save it.
         offs: (G,) int32 end rows.
         row_index: (R,) int32 row of a plain ``x`` for each row of ``dy``, or None.
@@ -248,7 +248,7 @@ class Gradients(NamedTuple):
 
     Attributes:
         dx: (T, K) gradient of the input.
-        wgrad: operands of the product that computes the gradient of the weight.
+        wgrad: Operands of the product that computes the gradient of the weight.
         dbias: (G, N) gradient of the bias.
         amax: (G,) amax of the gradient of the output, if its scales were given.
     """
@@ -263,10 +263,10 @@ class Epilogue(NamedTuple):
     """Activation that a product applies to its result; see ``m_grouped_gemm_activate``.
 
     Attributes:
-        activation: text of the activation.
-        interleaved: the two inputs of a gated activation alternate.
-        keeps_z: also return z, the input of the activation.
-        quantize_to: text of the format that the result is quantized to, or None.
+        activation: Text of the activation.
+        interleaved: The two inputs of a gated activation alternate.
+        keeps_z: Also return z, the input of the activation.
+        quantize_to: Text of the format that the result is quantized to, or None.
     """
 
     activation: str

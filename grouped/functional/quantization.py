@@ -1,4 +1,4 @@
-"""Quantize grouped tensors, and offsets from counts."""
+"""``quantize``, and offsets from group sizes."""
 
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
@@ -18,7 +18,7 @@ from ..tensor.dispatch import handler
 from ..tensor.dtensor_parts import is_distributed
 from ..tensor.grouped_tensor import GroupedTensor, assemble
 from ..tensor.offsets import Offsets, as_offs
-from ..tensor.seeds import as_seed
+from ..tensor.seeds import seed_tensor
 from ..tensor.shapes import MemberShapes, Shapes, as_shapes, flat_shapes
 from ..tensor.validation import check_format, check_is_tensor
 from ..tracing import constant_call
@@ -32,29 +32,31 @@ __all__ = ["compute_offsets", "quantize"]
 def compute_offsets(
     splits: Tensor, *, multiplier: int = 1, dtype: torch.dtype = torch.int32
 ) -> Tensor:
-    """End offset of each group from its size: the inclusive sum of ``splits`` times ``multiplier``.
+    """Return the end offset of each group: the inclusive sum of ``splits`` times ``multiplier``.
 
     Args:
         splits: (G,) int32 or int64 sizes, on the device.
-        multiplier: elements counted for each unit of ``splits``; an integer of at least 1 that
+        multiplier: Elements counted for each unit of ``splits``; an integer of at least 1 that
             ``dtype`` holds.
-        dtype: int32 or int64.
+        dtype: Int32 or int64.
 
     Returns:
-        (G,) offsets on the device of ``splits``. Those that ``dtype`` cannot hold saturate:
-        they are its largest number, and never wrap around.
+        (G,) offsets on the device of ``splits``. Offsets beyond ``dtype`` saturate: they are its
+        largest number, and never wrap around.
 
     Raises:
-        TypeError: a dtype that is not taken, or a multiplier that is no integer.
+        TypeError: A dtype is not supported, or the multiplier is no integer.
         ValueError: ``splits`` is not one-dimensional, or the multiplier is out of range.
     """
-    # Here, too: 2.0 equals 2 and True 1, so an op that has checked the one takes the other.
+    # Checked here, too: 2.0 equals 2 and True equals 1, so cached plans of the op accept them.
     if isinstance(multiplier, bool) or not isinstance(multiplier, (int, torch.SymInt)):
         raise TypeError(f"multiplier must be an integer, got {multiplier!r}")
     return ops.compute_offsets(splits, multiplier, dtype)
 
 
 class _Options(TypedDict, total=False):
+    """Keyword arguments of ``quantize`` without ``dbias``, for its overloads."""
+
     offs: Offsets | None
     shapes: Shapes | None
     rowwise: bool
@@ -97,68 +99,65 @@ def quantize(
 ) -> GroupedTensor | tuple[GroupedTensor, Tensor]:
     """Quantize the groups of ``x``.
 
-    An amax passes over NaN. FP8 codes keep it; E2M1 codes hold none, so that under NVFP4 a NaN in
-    ``x`` decodes to a finite number. An infinity saturates. Under NVFP4 it makes its group's amax,
-    or its row's, infinite, and what they decode to not finite; under MXFP8 it decodes to itself and
-    what it shares a scale with to zeros; under FP8 and FP8Block that has the scale 1, and an
-    infinity decodes to the largest code. With ``fmt.nan_scales``, which recipes set for training,
-    each of these decodes to NaN with all that shares its scale. ``NVFP4(hadamard=True)`` spreads a
-    NaN or an infinity over its 16 rows of the columnwise copy.
+    The amax reduction ignores NaN. FP8 codes keep a NaN; E2M1 has no NaN encoding, so under NVFP4 a
+    NaN in ``x`` decodes to a finite number. An infinity saturates. Under NVFP4 it makes the amax of
+    its group or row infinite, and their decoded values non-finite. Under MXFP8 it decodes to
+    itself, and values that share its scale to zeros. Under FP8 and FP8Block such values have the
+    scale 1, and an infinity decodes to the largest code. With ``fmt.nan_scales``, which recipes set
+    for training, each of these decodes to NaN, with all values that share its scale.
+    ``NVFP4(hadamard=True)`` spreads a NaN or an infinity over its 16 rows of the columnwise copy.
 
     Args:
-        x: (T, K) with ``offs``, (capacity,) with ``shapes``, or uniform (G, N, K) without;
-            bf16, fp16 or fp32; K a multiple of what the format asks for
-            (``Format.k_multiple``), 16 for NVFP4. (..., 2K) of a gated activation without
-            ``grad``.
-        fmt: the format, such as ``grouped.NVFP4(row_scaled=True)``.
-        offs: (G,) end row of each group, non-decreasing: an int32 or int64 tensor on the device
-            of ``x``, never read on the host, or a host list. Rows from the last on are the
-            tail of a capacity buffer: neither read nor written.
-        shapes: (m, n) of each group where the last dimension varies, or both do: a host list,
-            or an integer tensor (G, 2) on the CPU. Group i is contiguous and row-major in
-            ``x``, from element m_0 * n_0 + ... + m_(i-1) * n_(i-1) on; each n is a multiple
-            of what the format asks for, m may be 0. What no group has is a tail that is
-            never read. Each group has the codes and scales that it would have alone. No
-            product takes such tensors.
-        rowwise: make the copy with blocks along K, which fprop and dgrad read.
-        columnwise: make the copy with blocks along the rows of each group, which wgrad (ragged)
+        x: (T, K) with ``offs``, (capacity,) with ``shapes``, or uniform (G, N, K) without; bf16,
+            fp16 or fp32. K is a multiple of ``Format.k_multiple``, 16 for NVFP4. (..., 2K) for a
+            gated activation without ``grad``.
+        fmt: The format, such as ``grouped.NVFP4(row_scaled=True)``.
+        offs: (G,) end row of each group, non-decreasing: an int32 or int64 tensor on the device of
+            ``x``, never read on the host, or a host list. Rows from the last end on are the tail
+            of a capacity buffer: neither read nor written.
+        shapes: (m, n) of each group if the last dimension varies, or both do: a host list, or an
+            integer tensor (G, 2) on the CPU. Group i is contiguous and row-major in ``x``, from
+            element m_0 * n_0 + ... + m_(i-1) * n_(i-1) on. Each n is a multiple of
+            ``Format.k_multiple``, m may be 0. Elements behind the last group are a tail that is
+            never read. Each group has the codes and scales that it would have alone. No product
+            supports such tensors.
+        rowwise: Make the copy with blocks along K, which fprop and dgrad read.
+        columnwise: Make the copy with blocks along the rows of each group, which wgrad (ragged)
             and dgrad (weights) read.
-        activation: what is done to ``x`` before it is quantized, a name such as ``"silu"`` or a
-            ``grouped.Activation``. A gated one such as ``"swiglu"`` makes K columns of the
-            halves [A | B] of 2K. Its fp32 result is rounded to the dtype of ``x`` first
-            where the format truncates: all formats but FP8.
-            ``cute_kernels.reference.activations`` states the bits.
-        grad: the gradient of the activation's result, of its shape and of the dtype of ``x``.
-            The gradient with respect to ``x``, of the shape of ``x``, is quantized instead;
-            it is made by a kernel before; not with ``shapes``.
-        dbias: also return the column sums of each group of what is quantized, before it is
-            rounded; not with ``shapes``.
-        amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so
-            that its sign is dropped. With ``NVFP4(hadamard=True)`` and both directions (2,
-            G), rowwise and columnwise, since the columnwise copy is of transformed values.
-        scale: (G,) fp32 factor of each group, which ``FP8(scaling="delayed")`` needs instead of
-            an amax and other formats refuse: elements are multiplied by it and saturate.
-            The result has it, its reciprocal ``scale_inv``, and the amax of this ``x``,
-            which ``delayed_scaling_update`` makes the next scale from.
-        seed: of ``NVFP4(stochastic_rounding=True)`` only: an int, or a (2,) int64 tensor on the
-            device of ``x``. Codes depend on it, on the element and on the direction alone.
-            None draws one from torch's default generator of that device, so that
-            ``torch.manual_seed`` governs it.
-        out: a tensor of the same shape, format, groups and directions to quantize into. One
-            that requires a gradient only under ``torch.no_grad()``.
+        activation: Activation of ``x`` before it is quantized, a name such as ``"silu"`` or a
+            ``grouped.Activation``. A gated one such as ``"swiglu"`` makes K columns of the halves
+            [A | B] of 2K. Its fp32 result is rounded to the dtype of ``x`` first, except under
+            FP8. ``cute_kernels.reference.activations`` defines the bits.
+        grad: Gradient of the activation's result, of its shape and of the dtype of ``x``. The
+            gradient with respect to ``x``, of the shape of ``x``, is quantized instead; a kernel
+            computes it first. Not with ``shapes``.
+        dbias: Also return the column sums of each group of the quantized values, before they are
+            rounded. Not with ``shapes``.
+        amax: (G,) fp32 amax of each group, instead of computing it; its sign is ignored. With
+            ``NVFP4(hadamard=True)`` and both directions (2, G), rowwise and columnwise, since the
+            columnwise copy has transformed values.
+        scale: (G,) fp32 factor of each group, which ``FP8(scaling="delayed")`` requires instead of
+            an amax and other formats refuse: elements are multiplied by it and saturate. The
+            result has it, its reciprocal ``scale_inv``, and the amax of this ``x``, from which
+            ``delayed_scaling_update`` makes the next scale.
+        seed: An int, or a (2,) int64 tensor on the device of ``x``, for
+            ``NVFP4(stochastic_rounding=True)`` only. Codes depend on it, on the element and on the
+            direction alone. None draws one from torch's default generator of that device, which
+            ``torch.manual_seed`` controls.
+        out: Tensor of the same shape, format, groups and directions to quantize into. One that
+            requires a gradient only under ``torch.no_grad()``.
 
     Returns:
-        A GroupedTensor of the shape of what is quantized, not differentiable; with ``dbias``
-        also the (G, K) sums: those are the gradient of a bias, so of the dtype of ``x``.
-        ``torch.ops.cute_kernels.grouped_dbias`` gives them in the fp32 in which they are
-        summed.
+        A GroupedTensor of the shape of the quantized values, not differentiable; with ``dbias``
+        also the (G, K) sums, which are the gradient of a bias and have the dtype of ``x``.
+        ``torch.ops.cute_kernels.grouped_dbias`` returns them in fp32, in which they are summed.
 
     Raises:
-        TypeError: ``fmt`` is no format record, or a dtype is not taken.
-        ValueError: a shape, a device, offs, an activation or a combination of arguments that
-            breaks a rule.
+        TypeError: ``fmt`` is no format record, or a dtype is not supported.
+        ValueError: A shape, a device, offs, an activation or a combination of arguments breaks a
+            rule.
         RuntimeError: ``out`` requires a gradient and gradients are enabled.
-        cute_kernels.UnsupportedError: a format that the backend does not run.
+        cute_kernels.UnsupportedError: The backend does not run the format.
     """
     check_format("fmt", fmt)
     check_is_tensor("x", x)
@@ -176,17 +175,67 @@ def quantize(
 
         if any(t is not None for t in (shapes, activation, grad, amax, scale, seed, out)) or dbias:
             raise ValueError(
-                "x that is a DTensor goes with offs, rowwise and columnwise alone: pass to_local() of it"
+                "x that is a DTensor goes with offs, rowwise and columnwise alone: "
+                "pass to_local() of it"
             )
         distributed: Any = dtensor_ops.quantize(
             quantize, x, fmt, offs, rowwise=rowwise, columnwise=columnwise
         )
         return distributed
     x, grad = x.detach(), None if grad is None else grad.detach()
-    act = _activation_text(activation)
-    shape = tuple(x.shape) if grad is not None else result_shape(x.shape, act)
-    # Formats that no backend runs; what this backend runs is checked by the op.
+    text = _activation_text(activation)
+    shape = tuple(x.shape) if grad is not None else result_shape(x.shape, text)
+    # Formats that no backend runs. The op checks whether this backend runs it.
     require("grouped_quantize", fmt, "reference", columnwise=columnwise)
+    _check_grouping(x, offs, shapes, text, grad, dbias)
+    members = None if shapes is None else as_shapes(shapes)
+    end_rows = None if offs is None else as_offs(offs, x.shape[0], x.device)
+    if end_rows is offs and end_rows is not None and out is None:
+        # The result owns its end rows: ``out=`` writes them, and the caller may reuse its buffer.
+        end_rows = end_rows.clone()
+    seed_numbers = seed_tensor(seed, fmt, x.device)
+    dtype, summed = x.dtype, x
+    if text is not None and (dbias or grad is not None):
+        result_dtype = dtype if fmt.rounds_activation and not dbias else torch.float32
+        summed = _apply_activation(x, grad, text, end_rows, result_dtype).view(shape)
+        x, text = summed.to(dtype) if fmt.rounds_activation else summed, None
+    if out is None:
+        buffers = ops.grouped_quantize(
+            x,
+            fmt.text,
+            end_rows,
+            amax,
+            rowwise,
+            columnwise,
+            scale,
+            seed_numbers,
+            text,
+            flat_shapes(members),
+        )
+        if torch.compiler.is_compiling():
+            _allow_assemble()
+        out = assemble(shape, dtype, fmt.text, end_rows, buffers, rowwise, columnwise, members)
+    else:
+        if fmt.has_given_scale and scale is None:
+            raise ValueError(f"scale is missing: {fmt.text} takes (G,) fp32 scales")
+        _check_out(out, fmt, shape, end_rows, members, rowwise, columnwise)
+        refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")
+        torch.ops.grouped.quantize_out(x, end_rows, amax, out, scale, seed_numbers, text)
+    if not dbias:
+        return out
+    sums: Tensor = ops.grouped_dbias(summed, end_rows)
+    return out, sums.to(dtype)
+
+
+def _check_grouping(
+    x: Tensor,
+    offs: Offsets | None,
+    shapes: Shapes | None,
+    activation: str | None,
+    grad: Tensor | None,
+    dbias: bool,
+) -> None:
+    """Raise ValueError for options that the grouping of ``x`` does not allow."""
     if offs is None and shapes is None and x.dim() in (1, 2):
         name, kind = ("shapes", "(capacity,)") if x.dim() == 1 else ("offs", "(T, K)")
         raise ValueError(
@@ -196,65 +245,36 @@ def quantize(
         raise ValueError("offs and shapes are both given: groups are cut by one of them")
     if dbias and shapes is not None:
         raise ValueError(
-            "dbias has no meaning with shapes: the last dimension varies, and with it how many sums a group has"
+            "dbias has no meaning with shapes: the last dimension varies, and with it how many "
+            "sums a group has"
         )
-    if grad is not None and (shapes is not None or act is None):
-        raise ValueError(
-            "grad needs an activation: it is the gradient of the activation's result"
-            if act is None
-            else "grad goes with offs or uniform x, not with shapes"
-        )
-    members = None if shapes is None else as_shapes(shapes)
-    ends = None if offs is None else as_offs(offs, x.shape[0], x.device)
-    if ends is offs and ends is not None and out is None:
-        # The result owns its boundaries: ``out=`` writes them, and the caller may reuse its buffer.
-        ends = ends.clone()
-    numbers = as_seed(seed, fmt, x.device)
-    dtype, summed = x.dtype, x
-    if act is not None and (dbias or grad is not None):
-        summed = _made(
-            x, grad, act, ends, dtype if fmt.rounds_activation and not dbias else torch.float32
-        ).view(shape)
-        x, act = summed.to(dtype) if fmt.rounds_activation else summed, None
-    if out is None:
-        directions = (rowwise, columnwise)
-        buffers = ops.grouped_quantize(
-            x, fmt.text, ends, amax, *directions, scale, numbers, act, flat_shapes(members)
-        )
-        if torch.compiler.is_compiling():
-            _allow_assemble()
-        out = assemble(shape, dtype, fmt.text, ends, buffers, *directions, members)
-    else:
-        if fmt.has_given_scale and scale is None:
-            raise ValueError(f"scale is missing: {fmt.text} takes (G,) fp32 scales")
-        _check_reused(out, fmt, shape, ends, members, rowwise, columnwise)
-        refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")
-        torch.ops.grouped.quantize_out(x, ends, amax, out, scale, numbers, act)
-    if not dbias:
-        return out
-    sums: Tensor = ops.grouped_dbias(summed, ends)
-    return out, sums.to(dtype)
+    if grad is not None and activation is None:
+        raise ValueError("grad needs an activation: it is the gradient of the activation's result")
+    if grad is not None and shapes is not None:
+        raise ValueError("grad goes with offs or uniform x, not with shapes")
 
 
-def _made(
-    x: Tensor, grad: Tensor | None, act: str, ends: Tensor | None, dtype: torch.dtype
+def _apply_activation(
+    x: Tensor, grad: Tensor | None, activation: str, offs: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """What an activation makes of ``x``, or its gradient, rounded to ``dtype`` at once."""
+    """Return the activation of ``x``, or its gradient if ``grad`` is given, rounded once."""
     rows = x.to(dtype).flatten(0, -2)
     if grad is None:
-        return ops.moe_activate(rows, act, ends)
+        return ops.moe_activate(rows, activation, offs)
     check_tensor("grad", grad, dtypes=(x.dtype,), ndim=(x.dim(),))
-    (gradient,) = ops.moe_activate_gradient(rows, grad.to(dtype).flatten(0, -2), act, ends)
+    grad_rows = grad.to(dtype).flatten(0, -2)
+    (gradient,) = ops.moe_activate_gradient(rows, grad_rows, activation, offs)
     return gradient
 
 
 @constant_call
 def _allow_assemble() -> None:
-    """Have Dynamo, which is loaded where this is called, take ``assemble`` as one node."""
+    """Make Dynamo, which is loaded when this is called, trace ``assemble`` as one node."""
     torch.compiler.allow_in_graph(assemble)
 
 
 def _activation_text(activation: str | Activation | None) -> str | None:
+    """Return the text of an activation."""
     if isinstance(activation, Activation):
         return activation.text
     if activation is None or isinstance(activation, str):
@@ -264,29 +284,30 @@ def _activation_text(activation: str | Activation | None) -> str | None:
     )
 
 
-def _check_reused(
+def _check_out(
     out: GroupedTensor,
     fmt: Format,
     shape: tuple[int, ...],
-    ends: Tensor | None,
+    end_rows: Tensor | None,
     shapes: MemberShapes | None,
     rowwise: bool,
     columnwise: bool,
 ) -> None:
+    """Raise unless the result fits ``out``."""
     if not isinstance(out, GroupedTensor):
         raise TypeError(f"out must be a GroupedTensor, got {type(out).__name__}")
-    for name, got, want in (
+    for name, value, expected in (
         ("format", fmt, out.format),
         ("shape", shape, tuple(out.shape)),
         ("rowwise", rowwise, out.rowwise is not None),
         ("columnwise", columnwise, out.columnwise is not None),
-        ("offs", ends is None, out.offs is None),
+        ("offs", end_rows is None, out.offs is None),
         ("shapes", shapes, out.member_shapes),
     ):
-        if got != want:
-            raise ValueError(f"out was made with another {name}: {want}, not {got}")
-    if ends is not None and ends.shape[0] != out.num_groups:
-        raise ValueError(f"out has {out.num_groups} groups, offs has {ends.shape[0]} entries")
+        if value != expected:
+            raise ValueError(f"out was made with another {name}: {expected}, not {value}")
+    if end_rows is not None and end_rows.shape[0] != out.num_groups:
+        raise ValueError(f"out has {out.num_groups} groups, offs has {end_rows.shape[0]} entries")
 
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")

@@ -16,7 +16,10 @@ from ..tensor.validation import check_size
 from .nonfinite import InspectableLayer, named_layers
 from .statistics import MAXIMA, SUMS, OperandStatistics, Probe, Step
 
-EAGER_ONLY = "grouped.inspect.inspect_quantization looks at the operands of eager calls: a layer that is traced or transformed hides them"
+EAGER_ONLY = (
+    "grouped.inspect.inspect_quantization looks at the operands of eager calls: a layer that is "
+    "traced or transformed hides them"
+)
 #: Operands of each layer that are inspected.
 _ROLES = ("input", "weight", "grad_output")
 #: Version of the file format.
@@ -59,9 +62,9 @@ class QuantizationInspector:
     Results, gradients and random numbers keep their bits.
 
     **Counting.** Calls inside the block count, with or without gradients, and their backward passes
-    whenever these run. Over the calls of a step counts add up, and the largest amax counts; for the
-    weight only the first call of each step counts. Calls that activation checkpointing repeats count
-    once. Rows of the tail are ignored. Layers are inspected (``GroupedLinear``, also in a
+    whenever these run. Over the calls of a step counts add up, and the largest amax counts. For the
+    weight only the first call of each step counts. Activation checkpointing does not count twice.
+    Rows of the tail are ignored. Layers are inspected (``GroupedLinear``, also in a
     ``GroupedMLP``), but not ``grouped.linear``.
 
     **Compiled code.** Only eager calls are inspected: ``torch.compile`` breaks its graph at the
@@ -76,15 +79,15 @@ class QuantizationInspector:
     until ``clear``; ``rows``, ``records``, ``table`` and ``save`` read them.
 
     Args:
-        model: module that holds the layers, and names them.
-        every: inspect one of so many steps, the first of them.
-        layers: names of layers, or shell patterns such as ``"*.down"``; None for all.
-        roles: operands to inspect, of ``input``, ``weight`` and ``grad_output``.
+        model: Module that holds the layers, and names them.
+        every: Inspect one of so many steps, the first of them.
+        layers: Names of layers, or shell patterns such as ``"*.down"``; None for all.
+        roles: Operands to inspect, of ``input``, ``weight`` and ``grad_output``.
 
     Raises:
         TypeError: ``every`` is no integer, or names are one string.
-        ValueError: there is no such layer or role, or ``every`` is not positive.
-        RuntimeError: on entry, if another inspector looks at a layer.
+        ValueError: There is no such layer or role, or ``every`` is not positive.
+        RuntimeError: On entry, if another inspector looks at a layer.
     """
 
     def __init__(
@@ -167,10 +170,10 @@ class QuantizationInspector:
           nonfinite_copy: number of such elements of the copy. ``snr_db``, ``signal`` and ``noise``
             ignore them.
 
-        An entry is None if it means nothing: shares of an expert without rows; the losses of a
-        weight that is quantized already, whose original is gone; ``second_level`` of a format that
-        has none; ``saturated`` and ``underflow`` of a columnwise copy that is transformed
-        (``NVFP4(hadamard=True)``), whose codes belong to no element.
+        An entry is None if it means nothing. An expert without rows has no shares. A weight that is
+        quantized already has no losses, since its original is gone. Some formats have no
+        ``second_level``. The codes of a transformed columnwise copy (``NVFP4(hadamard=True)``)
+        belong to no element, so it has neither ``saturated`` nor ``underflow``.
         """
         return [
             {
@@ -196,12 +199,13 @@ class QuantizationInspector:
         """Summarize one step over the experts of each layer.
 
         Args:
-            step: number of the step; None for the last one that was inspected.
+            step: Number of the step; None for the last one that was inspected.
 
         Returns:
-            Dicts as in ``records``, with numbers instead of lists, the ratio of all signal to all
-            noise, ``worst_snr_db`` and ``worst_expert`` of the expert with the least, ``load``:
-            rows of the busiest expert over the mean, and ``idle``: number of experts without rows.
+            Dicts as in ``records``, with numbers instead of lists; ``snr_db`` is the ratio of all
+            signal to all noise. They also have ``worst_snr_db`` and ``worst_expert``, those of the
+            expert with the lowest ratio. ``load`` is the number of rows of the busiest expert over
+            the mean, ``idle`` the number of experts without rows.
         """
         steps = self._steps[-1:] if step is None else [s for s in self._steps if s.number == step]
         if not steps:
@@ -233,9 +237,9 @@ class QuantizationInspector:
         them.
 
         Args:
-            path: the file.
-            run: name that tells these steps from those of other runs, such as a recipe's.
-            append: add to the file, instead of writing a new one.
+            path: The file.
+            run: Name that tells these steps from those of other runs, such as a recipe's.
+            append: Add to the file, instead of writing a new one.
         """
         records = json.loads(json.dumps(self.records(), allow_nan=False), parse_float=_short)
         lines = [json.dumps({"numerics": _SCHEMA, "run": run} | record) for record in records]

@@ -49,12 +49,12 @@ class detect_nonfinite:
       detector.report()  # {"experts.down": ("input", "output")}
 
     Args:
-        model: module that holds the layers to watch, and names them; None for all layers that run
+        model: Module that holds the layers to watch, and names them; None for all layers that run
             inside. Compiled calls need it, and are compiled again inside.
 
     Raises:
         ValueError: ``model`` holds no grouped layers.
-        RuntimeError: on entry, if another block is active; on a call of a compiled layer without
+        RuntimeError: On entry, if another block is active; on a call of a compiled layer without
             ``model``.
     """
 
@@ -81,10 +81,11 @@ class detect_nonfinite:
             layer._nonfinite = None
 
     def report(self) -> dict[str, tuple[str, ...]]:
-        """Return the layers with non-finite numbers by name, and the roles that had some (``ROLES``).
+        """Return the names of layers with non-finite numbers, and their roles (``ROLES``).
 
-        In the order in which the model lists its layers, or in which they first ran. Reads the
-        flags on the host, and so waits for the device. Calls inside and after the block add up.
+        Layers come in the order in which the model lists them, or in which they first ran. This
+        reads the flags on the host, and so waits for the device. Calls inside and after the block
+        add up.
         """
         flags = ((name, layer_flags.tolist()) for name, layer_flags in self._flags)
         return {

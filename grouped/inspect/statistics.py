@@ -30,10 +30,10 @@ class Key(NamedTuple):
     """Operand that statistics belong to.
 
     Attributes:
-        layer: name of the layer.
+        layer: Name of the layer.
         role: ``"input"``, ``"weight"`` or ``"grad_output"``.
         direction: ``"rowwise"`` or ``"columnwise"``.
-        format: text of the format, or the dtype of a plain copy.
+        format: Text of the format, or the dtype of a plain copy.
     """
 
     layer: str
@@ -47,10 +47,10 @@ class OperandStatistics:
     """Statistics of one operand in one direction.
 
     Attributes:
-        columns: elements of a row.
+        columns: Elements of a row.
         sums: (G, len(SUMS)) fp64.
         maxima: (G, len(MAXIMA)) fp64.
-        known: names of the sums and maxima that mean something.
+        known: Names of the sums and maxima that mean something.
     """
 
     columns: int
@@ -101,9 +101,9 @@ class Probe:
     """Hook of an inspector in one layer, for one step.
 
     Attributes:
-        layer: name of the layer.
-        roles: roles of the operands that are measured.
-        step: receives the statistics.
+        layer: Name of the layer.
+        roles: Roles of the operands that are measured.
+        step: Receives the statistics.
     """
 
     layer: str
@@ -121,15 +121,15 @@ class Probe:
         """Measure what the copies of an operand lose.
 
         Args:
-            role: role of the operand.
-            x: values that were quantized: (T, K) with ``offs``, (G, N, K), or (N, K) per group. A
+            role: Role of the operand.
+            x: Values that were quantized: (T, K) with ``offs``, (G, N, K), or (N, K) per group. A
                 GroupedTensor stands for values that are gone.
-            quantized: the copies; a plain copy is in ``quantized.rowwise``.
-            fmt: format of the copies; None if the copy is plain.
+            quantized: The copies; a plain copy is in ``quantized.rowwise``.
+            fmt: Format of the copies; None if the copy is plain.
             offs: (G,) end rows.
 
         Raises:
-            RuntimeError: the stream is being captured into a CUDA graph.
+            RuntimeError: The stream is being captured into a CUDA graph.
         """
         if role not in self.roles:
             return
@@ -137,7 +137,8 @@ class Probe:
         shape = tuple(x.shape) if isinstance(x, Tensor) else (len(x), *tensor.shape)
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "grouped.inspect.inspect_quantization looks at eager calls: a CUDA graph would look at the "
+                "grouped.inspect.inspect_quantization looks at eager calls: a CUDA graph would "
+                "look at the "
                 "operands of its capture only; capture outside of it"
             )
         for direction, copy in (
@@ -180,7 +181,7 @@ def _measure(
     codes = copy.codes
     if isinstance(x, GroupedTensor) and x.prepacked:
         codes = cute_kernels.unpack(codes)
-    groups = Groups.of(shape, offs, codes.device)
+    groups = Groups.from_shape(shape, offs, codes.device)
     group_of_row = groups.group_of_row()
     known = {*SUMS, *MAXIMA}
 

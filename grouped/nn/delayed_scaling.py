@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..functional.delayed_scaling import delayed_scaling_update, reduced
+from ..functional.delayed_scaling import delayed_scaling_update, reduce_amaxes
 from ..functional.operands import Scaling
 from ..recipes import ROLES, FP8Delayed, Recipe
 from ..tensor.validation import check_size
@@ -123,7 +123,7 @@ class DelayedScaling(nn.Module):
         recipe = self.recipe
         if recipe.amax_group is not None:
             latest = torch.stack([self.amax_history(role)[0] for role in ROLES])
-            latest = reduced(latest.flatten(), recipe.amax_group).view_as(latest)
+            latest = reduce_amaxes(latest.flatten(), recipe.amax_group).view_as(latest)
             for role, amax in zip(ROLES, latest.unbind(), strict=True):
                 self.amax_history(role)[0] = amax
         for role in ROLES:

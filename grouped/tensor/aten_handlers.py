@@ -1,5 +1,6 @@
-"""What PyTorch's ops do with a ``GroupedTensor``; ``GroupedTensor`` states the rule."""
+"""Handlers of PyTorch's ops for a ``GroupedTensor``, whose docstring states the rule."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -18,27 +19,51 @@ from .lost_updates import adds_update, snapshot, warn_if_lost
 from .shapes import flat_shapes
 
 aten = torch.ops.aten
-#: What to do instead of an op that a GroupedTensor refuses.
+#: Alternatives to ops that a GroupedTensor refuses.
 _ALTERNATIVES = {
     "member(g) and unbind() take groups out": (
-        *("select", "slice", "index", "split", "split_with_sizes", "unbind", "narrow", "gather"),
-        *("index_select", "take", "masked_select", "chunk"),
+        "select",
+        "slice",
+        "index",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "narrow",
+        "gather",
+        "index_select",
+        "take",
+        "masked_select",
+        "chunk",
     ),
     "grouped.grouped_gemm multiplies it, with transpose_b=True along its other dimension": (
-        *("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum", "_grouped_mm"),
-        *("t", "mT", "mH", "numpy_T", "transpose", "permute", "swapaxes", "movedim"),
+        "linear",
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "matmul",
+        "einsum",
+        "_grouped_mm",
+        "t",
+        "mT",
+        "mH",
+        "numpy_T",
+        "transpose",
+        "permute",
+        "swapaxes",
+        "movedim",
     ),
 }
-_INSTEAD = {op: text for text, ops_ in _ALTERNATIVES.items() for op in ops_}
+_ALTERNATIVE_BY_OP = {op: text for text, names in _ALTERNATIVES.items() for op in names}
 
-# A compiled graph holds these ops as they are. Their handlers run when the graph is lowered to
-# plain tensors, so nothing outside a handler needs to look inside a tensor while tracing.
+# A compiled graph contains these ops as they are. Their handlers run when the graph is lowered to
+# plain tensors, so only handlers need the plain tensors while tracing.
 _LIBRARY = torch.library.Library("grouped", "DEF")
 _LIBRARY.define("dequantize(Tensor x, ScalarType? dtype, str? direction) -> Tensor")
 
 
 def not_differentiable(ctx: Any, *grads: Any) -> Any:
-    """Backward pass of an op that has none."""
+    """Raise, as the backward pass of an op that has no derivative."""
     raise RuntimeError("a product of GroupedTensors has no derivative; train through grouped.nn")
 
 
@@ -57,18 +82,19 @@ register_autograd("dequantize", _straight_through, _save_dtype, _LIBRARY)
 def _dequantize(
     func: Any, x: GroupedTensor, dtype: torch.dtype | None, direction: str | None
 ) -> Tensor:
-    if x._is_empty:
-        return torch.empty(
-            x.shape, dtype=dtype or x.dtype, device=x.device
-        )  # A rank's part may have no groups.
+    """Decode one direction of a GroupedTensor."""
+    if x._is_empty:  # A rank's part may have no groups.
+        return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     x = x.unpack()
     if direction is None:
         direction = "rowwise" if x.rowwise is not None else "columnwise"
-    held = x.rowwise if direction == "rowwise" else x.columnwise
-    if held is None:
+    copy = x.rowwise if direction == "rowwise" else x.columnwise
+    if copy is None:
         raise RuntimeError(f"this GroupedTensor has no {direction} copy: {x!r}")
+    codes, scales = copy.operand
     return ops.grouped_dequantize(
-        *held.operand,
+        codes,
+        scales,
         x.format.text,
         x.shape[-2] if x.member_shapes is None else x.shape[0],
         dtype or x.dtype,
@@ -103,14 +129,16 @@ def _reinterpret(func: Any, x: GroupedTensor, dtype: torch.dtype) -> NoReturn:
     raise TypeError(f"{func} does not work on a GroupedTensor: {NO_MEMORY}")
 
 
-def _regrouped(x: GroupedTensor, groups: int, change: Callable[[Tensor], Tensor]) -> GroupedTensor:
-    names, context = x.__tensor_flatten__()
-    inner = {name: change(getattr(x, name)) for name in names}
-    return GroupedTensor.__tensor_unflatten__(inner, context, (groups, *x.shape[1:]), ())
+def _with_groups(
+    x: GroupedTensor, groups: int, function: Callable[[Tensor], Tensor]
+) -> GroupedTensor:
+    """Return a tensor of another number of groups around a function of each plain tensor."""
+    inner = {name: function(t) for name, t in x._inner().items()}
+    return x._rewrap(inner, shape=(groups, *x.shape[1:]))
 
 
-def _needs_groups(func: Any, x: GroupedTensor, dim: int) -> None:
-    """Raise unless ``dim`` is that of the groups, all of one shape: others share blocks and scales."""
+def _check_group_dim(func: Any, x: GroupedTensor, dim: int) -> None:
+    """Raise unless ``dim`` is the dimension of uniform groups: others share blocks and scales."""
     if x.grouping != "uniform" or dim % x.dim():
         _refuse(func)
 
@@ -124,19 +152,20 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> GroupedTensor:
-    first, last, _ = slice(start, end).indices(x.shape[dim])
-    if step == 1 and (first, last) == (0, x.shape[dim]):
+    """Return groups [start, end) of a uniform tensor, as views."""
+    start, end, _ = slice(start, end).indices(x.shape[dim])
+    if step == 1 and (start, end) == (0, x.shape[dim]):
         return x._apply_inner(lambda t: t)
     if step != 1:
-        _refuse(func)  # Kernels want groups without gaps.
-    _needs_groups(func, x, dim)
-    last = max(first, last)
-    return _regrouped(x, last - first, lambda t: t[first:last])
+        _refuse(func)  # Kernels need groups without gaps.
+    _check_group_dim(func, x, dim)
+    end = max(start, end)
+    return _with_groups(x, end - start, lambda t: t[start:end])
 
 
 @handler(aten.narrow.default, aten.chunk.default)
 def _decomposed(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Any:
-    # As they come under inference_mode.
+    # Under inference_mode these ops arrive undecomposed.
     return func.decompose(x, *args, **kwargs)
 
 
@@ -144,44 +173,43 @@ def _decomposed(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Any:
 def _split(
     func: Any, x: GroupedTensor, sizes: int | Sequence[int], dim: int = 0
 ) -> list[GroupedTensor]:
-    _needs_groups(func, x, dim)
+    """Split a uniform tensor into tensors of whole groups, as views."""
+    _check_group_dim(func, x, dim)
     groups = x.shape[0]
     if isinstance(sizes, int):
-        sizes = [min(sizes, groups - first) for first in range(0, groups, max(sizes, 1))] or [0]
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        sizes = [min(sizes, groups - start) for start in range(0, groups, max(sizes, 1))] or [0]
+    ends = itertools.accumulate(sizes)
     return [_slice(func, x, 0, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 @handler(aten.cat.default)
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """Concatenate uniform tensors of one format, direction, dtype and member shape."""
     grouped = [x for x in tensors if isinstance(x, GroupedTensor)]
-    first = grouped[0]
-    _needs_groups(func, first, dim)
-    _, context = first.__tensor_flatten__()
-    parts = [x._inner() for x in grouped]
-    same = all(
-        x.__tensor_flatten__()[1] == context and x.shape[1:] == first.shape[1:] for x in grouped
-    )
-    if len(grouped) < len(tensors) or not same or any(p.keys() != parts[0].keys() for p in parts):
+    model = grouped[0]
+    _check_group_dim(func, model, dim)
+    kind = (*model.__tensor_flatten__(), model.shape[1:])
+    is_alike = all((*x.__tensor_flatten__(), x.shape[1:]) == kind for x in grouped)
+    if len(grouped) < len(tensors) or not is_alike:
         raise TypeError(
-            f"torch.cat needs GroupedTensors of one format, direction, dtype and member shape, got {tensors!r}"
+            "torch.cat needs GroupedTensors of one format, direction, dtype and member shape, "
+            f"got {tensors!r}"
         )
-    inner = {name: _joined([p[name] for p in parts]) for name in parts[0]}
-    return GroupedTensor.__tensor_unflatten__(
-        inner, context, (sum(len(x) for x in grouped), *first.shape[1:]), ()
-    )
+    inner = {name: _concatenate([getattr(x, name) for x in grouped]) for name in model._inner()}
+    return model._rewrap(inner, shape=(sum(len(x) for x in grouped), *model.shape[1:]))
 
 
 def _empty(t: Tensor, device: Any = None, groups: int | None = None) -> Tensor:
-    """As ``t``, with the pitch of its rows."""
+    """Return an empty tensor with the strides of ``t``."""
     shape = t.shape if groups is None else (groups, *t.shape[1:])
     return torch.empty_strided(shape, t.stride(), dtype=t.dtype, device=device or t.device)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    out = _empty(parts[0], groups=sum(map(len, parts)))
-    for piece, t in zip(out.split([len(t) for t in parts]), parts, strict=True):
-        piece.copy_(t)
+def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate plain tensors, with the strides of the first one."""
+    out = _empty(tensors[0], groups=sum(map(len, tensors)))
+    for rows, t in zip(out.split([len(t) for t in tensors]), tensors, strict=True):
+        rows.copy_(t)
     return out
 
 
@@ -189,12 +217,14 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def _pad(func: Any, x: GroupedTensor, pad: Sequence[int], value: float = 0) -> Any:
     if x.grouping != "uniform" or len(pad) != 2 * x.dim() or any(pad[:-2]) or min(pad) < 0 or value:
         _refuse(func)
-    more = [_new_zeros(aten.new_zeros.default, x, (count, *x.shape[1:])) for count in pad[-2:]]
-    return _cat(aten.cat.default, [more[0], x, more[1]])
+    before, after = (
+        _new_zeros(aten.new_zeros.default, x, (count, *x.shape[1:])) for count in pad[-2:]
+    )
+    return _cat(aten.cat.default, [before, x, after])
 
 
 @handler(aten.as_strided.default)
-def _as_strided(
+def _strided_view(
     func: Any,
     x: GroupedTensor,
     size: Sequence[int],
@@ -213,6 +243,7 @@ def _clone(func: Any, x: GroupedTensor, **kwargs: Any) -> GroupedTensor:
 
 @handler(aten._to_copy.default)
 def _to_copy(func: Any, x: GroupedTensor, **kwargs: Any) -> GroupedTensor:
+    """Move a GroupedTensor to a device, or change the dtype that it decodes to."""
     dtype = kwargs.get("dtype") or x.dtype
     ops.checks.check_dtype("dtype", dtype, ops.checks.INPUT_DTYPES)
     device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
@@ -221,7 +252,7 @@ def _to_copy(func: Any, x: GroupedTensor, **kwargs: Any) -> GroupedTensor:
 
 @handler(aten.empty_like.default)
 def _empty_like(func: Any, x: GroupedTensor, **kwargs: Any) -> Any:
-    # Unlike its kin it makes what will be filled with one such as this: by a collective, a copy.
+    # Unlike similar functions it makes a tensor that a collective or a copy fills with groups.
     if x.grouping != "uniform" or kwargs.get("dtype") not in (None, x.dtype):
         return _like(func, x, **kwargs)
     return x._apply_inner(lambda t: _empty(t, kwargs.get("device")))
@@ -238,7 +269,7 @@ def _like(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Tensor:
 def _new_empty(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
     # The staging of torch.distributed.checkpoint asks for an empty tensor of this shape on the CPU
     # and then sets each attribute of this one on it. On a plain tensor they would have no effect,
-    # and it would store what happens to be in memory.
+    # and it would store uninitialized memory.
     if tuple(size) == tuple(x.shape) and kwargs.get("device") is not None:
         device, dtype = torch.device(kwargs["device"]), kwargs.get("dtype") or x.dtype
         if dtype in ops.checks.INPUT_DTYPES:
@@ -253,13 +284,13 @@ def _is_pinned(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> bool:
 
 @handler(aten.new_zeros.default)
 def _new_zeros(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
-    # What FSDP pads its shards with: groups of the same shape whose values are zeros.
+    # FSDP pads its shards with it: groups of the same shape whose values are zeros.
     if (
         x.grouping == "uniform"
         and tuple(size[1:]) == tuple(x.shape[1:])
         and kwargs.get("dtype") in (None, x.dtype)
     ):
-        return _regrouped(x, size[0], lambda t: _empty(t, kwargs.get("device"), size[0]).zero_())
+        return _with_groups(x, size[0], lambda t: _empty(t, kwargs.get("device"), size[0]).zero_())
     return _new(func, x, size, **kwargs)
 
 
@@ -278,14 +309,25 @@ def _copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False
 
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "neg", "abs", "lerp", "pow")
-#: Functional ops that optimizers, nn.init and clipping apply to parameters; the result is plain.
+#: Functional ops that optimizers, nn.init and clipping apply to parameters; results are plain.
 _DECODING = {
     *(getattr(aten, name) for name in _ARITHMETIC),
     *(getattr(aten, f"_foreach_{name}") for name in (*_ARITHMETIC, "norm")),
-    *(aten.rsub, aten.where, aten.linalg_vector_norm, aten.isfinite, aten.isnan, aten.isinf),
-    *(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.equal),
+    aten.rsub,
+    aten.where,
+    aten.linalg_vector_norm,
+    aten.isfinite,
+    aten.isnan,
+    aten.isinf,
+    aten.eq,
+    aten.ne,
+    aten.lt,
+    aten.le,
+    aten.gt,
+    aten.ge,
+    aten.equal,
 }
-#: Ops with an in-place name that change more than values.
+#: Ops with the name of an in-place op that change the shape.
 _RESHAPING = (
     "as_strided_",
     "resize_",
@@ -300,7 +342,7 @@ _RESHAPING = (
 
 @handler(aten.baddbmm.default)
 def _add_product(func: Any, x: Tensor, *factors: Tensor, **kwargs: Any) -> Tensor:
-    # PEFT's LoRA of a stack of experts: the weight plus a product of plain matrices.
+    # PEFT's LoRA for stacked experts: the weight plus a product of plain matrices.
     if not isinstance(x, GroupedTensor) or any(isinstance(t, GroupedTensor) for t in factors):
         _refuse(func)
     return func(x.dequantize(), *factors, **kwargs)
@@ -311,7 +353,7 @@ def _writes(argument: Any) -> bool:
 
 
 def _decodes(func: Any) -> bool:
-    """Whether ``func`` runs on decoded values: arithmetic, or in place without a new shape."""
+    """Return True if ``func`` runs on decoded values: arithmetic, or in place in the same shape."""
     if not any(map(_writes, func._schema.arguments)):
         return func.overloadpacket in _DECODING
     name: str = func._schema.name.split("::")[1]
@@ -319,33 +361,32 @@ def _decodes(func: Any) -> bool:
 
 
 def _any_other(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What has no handler of its own: decode, or raise; ops that are defined later have one by
-    name.
+    """Run an op without a handler on decoded values, or raise.
+
+    Ops that are defined later have a handler by name.
     """
-    if (known := HANDLERS.get(func._schema.name)) is not None:
-        return known(func, *args, **kwargs)
+    if (named_handler := HANDLERS.get(func._schema.name)) is not None:
+        return named_handler(func, *args, **kwargs)
     if _decodes(func):
         return _decode_compute_encode(func, args, kwargs)
     _refuse(func)
 
 
 def _refuse(func: Any) -> NoReturn:
-    instead = _INSTEAD.get(func._schema.name.split("::")[1])
-    raise TypeError(
-        f"{func} does not work on a GroupedTensor"
-        + (f": {instead}; or decode it" if instead else "; decode it")
-        + " first with .dequantize()"
-    )
+    """Raise TypeError for an op, and name an alternative."""
+    alternative = _ALTERNATIVE_BY_OP.get(func._schema.name.split("::")[1])
+    advice = f": {alternative}; or decode it" if alternative else "; decode it"
+    raise TypeError(f"{func} does not work on a GroupedTensor{advice} first with .dequantize()")
 
 
 HANDLERS[None] = _any_other
 
 
 def _decode_compute_encode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on decoded operands and quantize what it wrote into the same storage.
+    """Run ``func`` on decoded operands and quantize its outputs into the same storage.
 
-    Arguments are matched to the schema by name, and those that ``func`` returns come back as the
-    grouped tensors they were.
+    Arguments are matched to the schema by name. Operands that ``func`` returns come back as the
+    GroupedTensors that they were.
     """
     schema, name = func._schema.arguments, func._schema.name.split("::")[1]
     named = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
@@ -368,10 +409,10 @@ def _decode_compute_encode(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         for i, x in enumerate(value if isinstance(value, (list, tuple)) else [value]):
             if not isinstance(x, GroupedTensor):
                 continue
-            values, watched = dense[id(x)], adds_update(name)
-            before = snapshot(x) if watched else None
+            values, is_update = dense[id(x)], adds_update(name)
+            before = snapshot(x) if is_update else None
             x._quantize_into(values, x._offs)
-            if watched:
+            if is_update:
                 warn_if_lost(x, before, name, operands, i, values)
             owners[id(values)] = x
     return tree_map(lambda t: owners.get(id(t), t), result)

@@ -20,8 +20,10 @@ Context: TypeAlias = "tuple[Format, torch.dtype, bool, MemberShapes | None]"
 T = TypeVar("T", bound="GroupedTensorBase")
 #: Message for requests of the memory of a GroupedTensor, and alternatives.
 NO_MEMORY = (
-    "a GroupedTensor has no memory of its own: its bytes are several plain tensors. To write it, use torch.save, "
-    "grouped.checkpoint.save, or safetensors with to_parts(), which GroupedTensor.from_parts undoes; accelerate offloads "
+    "a GroupedTensor has no memory of its own: its bytes are several plain tensors. To write it, "
+    "use torch.save, "
+    "grouped.checkpoint.save, or safetensors with to_parts(), which GroupedTensor.from_parts "
+    "undoes; accelerate offloads "
     "it to the CPU (cpu_offload), not to disk. Its values as a plain tensor are .dequantize()"
 )
 #: Number of groups whose shapes ``repr`` shows.
@@ -40,7 +42,7 @@ class GroupedTensorBase(Tensor):
     """Plain tensors of a quantized grouped tensor, and the metadata that says how to read them.
 
     Attributes:
-        format: format record; it has everything that a reader of the bytes needs.
+        format: Format record; it has everything that a reader of the bytes needs.
         prepacked: True if the codes have the bit order of ``prepack``.
     """
 

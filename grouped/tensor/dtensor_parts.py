@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def local_part(t: Any) -> Any:
-    """Return this rank's part of a DTensor as it is, outside of autograd; other tensors unchanged."""
+    """Return this rank's part of a DTensor, outside of autograd; return other tensors unchanged."""
     return getattr(t, "_local_tensor", t)
 
 
 def is_distributed(*tensors: Any) -> bool:
-    """Return True if one of the tensors is a DTensor, without importing that class, which is slow."""
+    """Return True if one of the tensors is a DTensor, without importing that slow class."""
     return any(hasattr(t, "_local_tensor") for t in tensors)
 
 

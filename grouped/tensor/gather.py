@@ -14,9 +14,9 @@ def gather_inputs(x: GroupedTensorBase, ranks: int, groups: int) -> tuple[Tensor
     They are contiguous; rows of codes include their padding.
 
     Args:
-        x: the shard.
-        ranks: number of shards.
-        groups: number of groups of all shards.
+        x: The shard.
+        ranks: Number of shards.
+        groups: Number of groups of all shards.
 
     Raises:
         ValueError: ``groups`` is not a multiple of ``ranks``, or ``x`` is not uniform.
@@ -25,7 +25,8 @@ def gather_inputs(x: GroupedTensorBase, ranks: int, groups: int) -> tuple[Tensor
         raise ValueError(f"only uniform GroupedTensors can be sharded, got {x!r}")
     if groups % ranks:
         raise ValueError(
-            f"FSDP shards the groups of a GroupedTensor: their number, {groups}, must be a multiple of its {ranks} "
+            f"FSDP shards the groups of a GroupedTensor: their number, {groups}, must be a "
+            f"multiple of its {ranks} "
             "ranks. Leave a shared expert, which is one group, out of fully_shard by ignored_params"
         )
     return tuple(_with_padding(t) for t in x._inner().values())
@@ -39,9 +40,9 @@ def wrap_gathered(shard: T, outputs: Sequence[Tensor], dtype: torch.dtype | None
     """Return the tensor of all groups around gathered tensors, which it views.
 
     Args:
-        shard: a shard, whose metadata the result has.
-        outputs: the gathered ``gather_inputs`` of all shards.
-        dtype: data type of the result, if it is not that of the shard.
+        shard: A shard, whose metadata the result has.
+        outputs: The gathered ``gather_inputs`` of all shards.
+        dtype: Data type of the result, if it is not that of the shard.
     """
     inner = {
         name: output if t.dim() == 1 else output[..., : t.shape[-1]]

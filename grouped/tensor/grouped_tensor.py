@@ -1,6 +1,6 @@
 """``GroupedTensor``: the quantized members of all groups in one tensor that PyTorch can hold.
 
-A wrapper subclass: it has the shape and dtype of the tensor that was quantized, and its data are the
+A wrapper subclass: it has the shape and dtype of the tensor that was quantized. Its data are the
 plain tensors of ``cute_kernels``. It can be a parameter, be copied, saved and loaded, updated in
 place by an optimizer, and passed to a compiled function. Products of grouped tensors are not
 differentiable; ``dequantize()`` is, and ``grouped.nn`` trains. ``aten_handlers`` has what PyTorch's
@@ -46,7 +46,7 @@ class GroupedTensor(GroupedTensorBase):
       scales the caller gives (delayed FP8) quantizes with the scales of the tensor: values beyond
       them saturate, and ``amax`` becomes that of the new values. ``copy_`` of a tensor of the same
       format copies its bytes, scales included. An update that changes no byte warns on a CPU. On a
-      GPU bytes are not compared; there the first update warns that this may happen.
+      GPU bytes are not compared, and the first update warns that this may happen.
     - Out of place, with a plain tensor as the result: ``+ - * / **``, ``neg``, ``abs``, ``lerp``,
       ``where``, comparisons, ``isfinite``, ``isnan``, ``isinf``, ``torch.equal``, vector norms, and
       the ``torch._foreach_*`` forms of arithmetic and norm.
@@ -60,7 +60,7 @@ class GroupedTensor(GroupedTensorBase):
     tensor return GroupedTensors.
 
     Attributes:
-        format: format record; it has everything that a reader of the bytes needs.
+        format: Format record; it has everything that a reader of the bytes needs.
         prepacked: True if the codes have the bit order of ``prepack``.
     """
 
@@ -85,26 +85,27 @@ class GroupedTensor(GroupedTensorBase):
 
         Args:
             shape: (T, K) with ``offs``, (capacity,) with ``shapes``, else (G, N, K).
-            dtype: data type that it decodes to: bf16, fp16 or fp32.
-            fmt: the format.
+            dtype: Data type that it decodes to: bf16, fp16 or fp32.
+            fmt: The format.
             offs: (G,) int32 end rows of a ragged tensor, or None.
-            rowwise: buffers of the copy with blocks along K, or None.
-            columnwise: buffers of the copy with blocks along rows, or None. Vectors that both
+            rowwise: Buffers of the copy with blocks along K, or None.
+            columnwise: Buffers of the copy with blocks along rows, or None. Vectors that both
                 directions share, as in FP8, are the same tensors in both.
-            requires_grad: see ``torch.tensor``.
+            requires_grad: See ``torch.tensor``.
             prepacked: True if the codes have the bit order of ``prepack``.
             shapes: (m, n) of each group; see ``grouped.quantize``.
 
         Raises:
-            TypeError: a dtype is not that of the format.
-            ValueError: shapes or devices do not match, or there is no direction.
-            cute_kernels.UnsupportedError: the format is not built yet.
+            TypeError: A dtype is not that of the format.
+            ValueError: Shapes or devices do not match, or there is no direction.
+            cute_kernels.UnsupportedError: The format is not built yet.
         """
         if isinstance(shape, Tensor):
             return _make_parameter(shape, requires_grad)
         if dtype is None or fmt is None:
             raise TypeError(
-                "dtype and fmt are missing; grouped.quantize makes a GroupedTensor of a plain tensor"
+                "dtype and fmt are missing; grouped.quantize makes a GroupedTensor of a plain "
+                "tensor"
             )
         members = None if shapes is None else as_shapes(shapes)
         check_parts(shape, dtype, fmt, offs, rowwise, columnwise, prepacked, members)
@@ -158,30 +159,30 @@ class GroupedTensor(GroupedTensorBase):
         """Make a tensor with a rowwise copy from codes and scales, as checkpoints store them.
 
         Args:
-            fmt: the format.
+            fmt: The format.
             codes: (G, N, K) FP8, or (G, N, K / 2) with two E2M1 codes per byte, the even column in
                 the low nibble; with ``offs`` (T, K) or (T, K / 2). Not copied if the strides are
                 those of ``quantize``.
-            scales: block scales. In the layout ``"linear"`` (G, N, ceil(K / block)), or (T,
+            scales: Block scales. In the layout ``"linear"`` (G, N, ceil(K / block)), or (T,
                 ceil(K / block)), with one scale for every row: scales of 16x16 and 32x32 blocks
                 are repeated. For ``FP8Block((128, 128))`` (G, ceil(N / 128), ceil(K / 128)).
                 Scales of one byte may be uint8. In ``"tiles"`` the buffer ``rowwise.scales``.
-            amax: amax of NVFP4, which its global scale follows from: (G,) fp32, or (T,) or (G, N)
+            amax: Amax of NVFP4, which its global scale follows from: (G,) fp32, or (T,) or (G, N)
                 if row-scaled; one number for all is accepted, too. Recorded amax of FP8, by
                 default computed from the codes.
-            global_scale: factor of codes times block scales, instead of ``amax``: ModelOpt's
+            global_scale: Factor of codes times block scales, instead of ``amax``: ModelOpt's
                 ``weight_scale_2``, the reciprocal of compressed-tensors' ``weight_global_scale``.
                 For NVFP4 it is stored as the nearest amax; values differ in the last bits of fp32
                 at most. FP8 requires it: its ``scale_inv``.
-            scale: factor that elements of FP8 were multiplied by, by default 1 / ``global_scale``.
+            scale: Factor that elements of FP8 were multiplied by, by default 1 / ``global_scale``.
             offs: (G,) end rows of a ragged tensor; see ``grouped.quantize``.
             layout: ``"linear"`` or ``"tiles"``.
-            dtype: data type that it decodes to: bf16, fp16 or fp32.
+            dtype: Data type that it decodes to: bf16, fp16 or fp32.
 
         Raises:
-            TypeError: a dtype is not that of the format.
-            ValueError: shapes, devices or parts do not match the format or each other.
-            cute_kernels.UnsupportedError: the format is not built yet.
+            TypeError: A dtype is not that of the format.
+            ValueError: Shapes, devices or parts do not match the format or each other.
+            cute_kernels.UnsupportedError: The format is not built yet.
         """
         check_is_tensor("codes", codes)
         if offs is not None:
@@ -201,12 +202,12 @@ class GroupedTensor(GroupedTensorBase):
         whose layout changes are new, the others are those of this tensor.
 
         Args:
-            layout: layout of the scales. In ``"linear"`` scales of the tail of a capacity buffer
+            layout: Layout of the scales. In ``"linear"`` scales of the tail of a capacity buffer
                 are zeros.
-            global_scale: return the global scale of NVFP4 as ``global_scale`` instead of ``amax``.
+            global_scale: Return the global scale of NVFP4 as ``global_scale`` instead of ``amax``.
 
         Raises:
-            ValueError: the groups have ``shapes``, there is no rowwise copy, or the scales have no
+            ValueError: The groups have ``shapes``, there is no rowwise copy, or the scales have no
                 such layout.
         """
         copy = self.unpack().rowwise
@@ -224,13 +225,14 @@ class GroupedTensor(GroupedTensorBase):
         format, directions, dtype and device, as in ``weight.data = weight.data.prepack()``.
 
         Raises:
-            TypeError: a plain tensor is assigned: ``copy_`` quantizes one.
-            ValueError: a tensor of another shape is assigned.
+            TypeError: A plain tensor is assigned: ``copy_`` quantizes one.
+            ValueError: A tensor of another shape is assigned.
         """
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        """Replace the plain tensors by those of another GroupedTensor."""
         if not isinstance(value, GroupedTensor):
             raise TypeError(
                 f".data of a GroupedTensor must be a GroupedTensor, got {type(value).__name__}; "
@@ -255,8 +257,8 @@ class GroupedTensor(GroupedTensorBase):
         transform, which is undone in fp32.
 
         Args:
-            dtype: bf16, fp16 or fp32; this tensor's dtype by default. Values are rounded once.
-            direction: copy to decode; the rowwise one by default if there is one.
+            dtype: Bf16, fp16 or fp32; this tensor's dtype by default. Values are rounded once.
+            direction: Copy to decode; the rowwise one by default if there is one.
         """
         if direction not in (None, "rowwise", "columnwise"):
             raise ValueError(f"direction must be 'rowwise' or 'columnwise', got {direction!r}")
@@ -272,7 +274,7 @@ class GroupedTensor(GroupedTensorBase):
         weights, and other ops undo it first.
 
         Raises:
-            ValueError: this tensor is not uniform or is row-scaled, and so no weight; or its codes
+            ValueError: This tensor is not uniform or is row-scaled, and so no weight; or its codes
                 do not share bytes.
         """
         if self.grouping != "uniform":
@@ -308,7 +310,7 @@ class GroupedTensor(GroupedTensorBase):
 
         Raises:
             IndexError: ``group`` is not in [-G, G).
-            RuntimeError: the stream is being captured into a CUDA graph.
+            RuntimeError: The stream is being captured into a CUDA graph.
         """
         if not -self.num_groups <= group < self.num_groups:
             raise IndexError(f"group must be in [0, {self.num_groups}), got {group}")
@@ -321,6 +323,7 @@ class GroupedTensor(GroupedTensorBase):
         return self._members(range(self.num_groups))
 
     def _members(self, groups: Sequence[int]) -> tuple[GroupedMember, ...]:
+        """Return members by their group numbers."""
         x = self.unpack()
         fmt, copies = x.format, (x.rowwise, x.columnwise)
         if x._shapes is not None:
@@ -330,7 +333,8 @@ class GroupedTensor(GroupedTensorBase):
 
     def __matmul__(self, operand: Any) -> Tensor:
         raise TypeError(
-            "@ does not work on a GroupedTensor: use grouped.grouped_gemm, or decode it first with .dequantize()"
+            "@ does not work on a GroupedTensor: use grouped.grouped_gemm, or decode it first "
+            "with .dequantize()"
         )
 
     __rmatmul__ = __matmul__
@@ -343,7 +347,7 @@ class GroupedTensor(GroupedTensorBase):
         """Return what FSDP2 gathers of this shard: codes, scales and amaxes as they are.
 
         Raises:
-            ValueError: the number of groups is not a multiple of the size of the mesh.
+            ValueError: The number of groups is not a multiple of the size of the mesh.
         """
         return gather_inputs(self, mesh.size(), outer_size[0]), None
 
@@ -403,14 +407,14 @@ class GroupedTensor(GroupedTensorBase):
         """Quantize into this tensor's storage.
 
         Args:
-            x: values of this shape; or the input of ``activation``, or the master of ``update``.
+            x: Values of this shape; or the input of ``activation``, or the master of ``update``.
             offs: (G,) end rows of ``x``.
             amax: (G,) fp32 amaxes to use instead of computing them.
             scale: (G,) fp32 scales for formats whose scales the caller gives; by default those
                 of this tensor.
             seed: (2,) int64 for stochastic formats; drawn by default.
-            activation: text of an activation that is applied to ``x``.
-            update: arguments of ``adamw_quantize``, which updates ``x`` first.
+            activation: Text of an activation that is applied to ``x``.
+            update: Arguments of ``adamw_quantize``, which updates ``x`` first.
         """
         if self._is_empty:
             return
@@ -516,8 +520,10 @@ def _make_parameter(x: Tensor, requires_grad: bool) -> GroupedTensor:
     """Return ``nn.Parameter(x)`` of a GroupedTensor."""
     if not isinstance(x, GroupedTensor):
         raise TypeError(
-            f"a GroupedTensor cannot be made of a plain tensor of shape {tuple(x.shape)} alone: grouped.quantize makes one. "
-            "Where a library offloaded a plain weight before it was quantized, offload the model again"
+            f"a GroupedTensor cannot be made of a plain tensor of shape {tuple(x.shape)} alone: "
+            "grouped.quantize makes one. "
+            "Where a library offloaded a plain weight before it was quantized, offload the model "
+            "again"
         )
     parameter: Any = torch.nn.Parameter(x, requires_grad=requires_grad)
     return parameter
@@ -581,7 +587,7 @@ def _rebuild(
     return self
 
 
-# Files contain these names. Those of release 0.1.0 say ``grouped.tensor``, and it reads no others.
+# Files contain these names. Release 0.1.0 writes ``grouped.tensor``, and reads no other module.
 GroupedTensor.__module__ = _rebuild.__module__ = "grouped.tensor"
 torch.serialization.add_safe_globals([_rebuild])
 

@@ -1,4 +1,4 @@
-"""The plain tensors of a quantized tensor as files have them, to and from the buffers of kernels."""
+"""Conversion of a quantized tensor between kernel buffers and plain tensors, as files have them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -16,10 +16,10 @@ from cute_kernels.records import check_choice
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.scales import lay_scales, linear_scales, tile_view
 
-from .members import QuantizedCopy, numbers_of
+from .members import QuantizedCopy, scale_numbers
 from .validation import check_format
 
-#: How block scales lie: a matrix, as in checkpoints, or what ``layout.buffers`` has.
+#: Layout of block scales: a matrix, as in checkpoints, or the tiles of ``layout.buffers``.
 Layout = Literal["linear", "tiles"]
 _LAYOUTS = ("linear", "tiles")
 
@@ -28,39 +28,37 @@ def join_parts(
     fmt: Format,
     codes: Tensor,
     scales: Tensor | None,
-    second: Mapping[str, Tensor | None],
+    level_tensors: Mapping[str, Tensor | None],
     offs: Tensor | None,
     layout: Layout,
 ) -> tuple[tuple[int, ...], QuantizedCopy]:
-    """The shape and the rowwise copy that parts make: see ``GroupedTensor.from_parts``.
+    """Return the shape and the rowwise copy of plain tensors.
 
-    ``second`` has ``amax``, ``global_scale`` and ``scale``, None where not given.
+    The arguments are those of ``GroupedTensor.from_parts``; ``level_tensors`` has ``amax``,
+    ``global_scale`` and ``scale``.
     """
     check_format("fmt", fmt)
     check_choice("layout", layout, _LAYOUTS)
     check_tensor("codes", codes, ndim=(3,) if offs is None else (2,))
     element = fmt.element.dtype
-    codes = _stored(
-        "codes", codes, element, element if fmt.element.has_nan else torch.float4_e2m1fn_x2
-    )
+    numbers = element if fmt.element.has_nan else torch.float4_e2m1fn_x2
+    codes = _stored_bytes("codes", codes, element, numbers)
     shape = (*codes.shape[:-1], fmt.element.count(codes.shape[-1]))
     check_multiple("K", shape[-1], fmt.k_multiple, f"the last dimension of {fmt.text}")
-    same_device("codes", codes.device, scales=scales, **second)
-    specs = buffers(fmt, shape, None if offs is None else offs.shape[0])
-    parts = [_laid(codes, specs["codes"])]
-    if (scales is None) != (fmt.scale is None):
-        raise ValueError(
-            f"scales {'are missing: ' if scales is None else 'are given, but there are none in '}{fmt.text}"
-        )
-    if scales is not None and fmt.scale is not None:
-        scales = _stored("scales", scales, fmt.scale.dtype, fmt.scale.element.dtype)
-        parts.append(
-            scales
-            if layout == "tiles"
-            else _tiled(fmt, fmt.scale, scales, shape, offs, specs["scales"])
-        )
+    same_device("codes", codes.device, scales=scales, **level_tensors)
     groups = shape[0] if offs is None else offs.shape[0]
-    return shape, QuantizedCopy(fmt, parts + _second_level(fmt, codes, second, offs, groups))
+    specs = buffers(fmt, shape, None if offs is None else groups)
+    tensors = [_with_strides(codes, specs["codes"])]
+    if (scales is None) != (fmt.scale is None):
+        reason = "are missing: " if scales is None else "are given, but there are none in "
+        raise ValueError(f"scales {reason}{fmt.text}")
+    if scales is not None and fmt.scale is not None:
+        scales = _stored_bytes("scales", scales, fmt.scale.dtype, fmt.scale.element.dtype)
+        if layout == "linear":
+            scales = _tile_scales(fmt, fmt.scale, scales, shape, offs, specs["scales"])
+        tensors.append(scales)
+    level = _level_buffers(fmt, codes, level_tensors, offs, groups)
+    return shape, QuantizedCopy(fmt, tensors + level)
 
 
 def split_parts(
@@ -71,26 +69,26 @@ def split_parts(
     layout: Layout,
     global_scale: bool,
 ) -> dict[str, Tensor]:
-    """Undo ``join_parts``: see ``GroupedTensor.to_parts``."""
+    """Undo ``join_parts``; see ``GroupedTensor.to_parts``."""
     check_choice("layout", layout, _LAYOUTS)
-    found = copy._asdict()
+    tensors = copy._asdict()
     if fmt.scale is not None and layout == "linear":
-        found["scales"] = _linear(fmt, fmt.scale, found["scales"], shape, offs)
-    if "scale_inv" in found:
-        found["global_scale"] = found.pop("scale_inv")
+        tensors["scales"] = _linear_matrix(fmt, fmt.scale, tensors["scales"], shape, offs)
+    if "scale_inv" in tensors:
+        tensors["global_scale"] = tensors.pop("scale_inv")
     elif fmt.global_scale is not None and global_scale:
-        found["global_scale"] = found.pop("amax") * fmt.global_scale.factor
-    return found if offs is None else {**found, "offs": offs}
+        tensors["global_scale"] = tensors.pop("amax") * fmt.global_scale.factor
+    return tensors if offs is None else {**tensors, "offs": offs}
 
 
-def _stored(name: str, x: Tensor, dtype: torch.dtype, numbers: torch.dtype) -> Tensor:
-    """``x`` as buffers hold it: the numbers of one byte as bytes."""
+def _stored_bytes(name: str, x: Tensor, dtype: torch.dtype, numbers: torch.dtype) -> Tensor:
+    """Return ``x`` in the dtype of the buffers, which store numbers of one byte as bytes."""
     check_tensor(name, x, dtypes=(dtype,) if dtype == numbers else (numbers, dtype))
     return x.view(dtype)
 
 
-def _laid(x: Tensor, spec: BufferSpec) -> Tensor:
-    """``x`` where kernels can read it: in rows of the pitch of ``spec``."""
+def _with_strides(x: Tensor, spec: BufferSpec) -> Tensor:
+    """Return ``x`` with the strides of ``spec``, copied if it has others."""
     if x.stride() == spec.strides and x.storage_offset() == 0:
         return x
     out = spec.allocate(x.device, True)
@@ -98,30 +96,33 @@ def _laid(x: Tensor, spec: BufferSpec) -> Tensor:
     return out
 
 
-def _slots(shape: Sequence[int], offs: Tensor | None, device: torch.device) -> tuple[Tensor, int]:
-    """The slot row of each row, the row past all slots for rows of the tail; and how many slots
-    there are.
+def _slot_rows(
+    shape: Sequence[int], offs: Tensor | None, device: torch.device
+) -> tuple[Tensor, int]:
+    """Return the slot row of each row, and the number of slot rows.
+
+    Rows of the tail have the row behind all slots.
     """
-    groups = Groups.of(shape, offs, device)
+    groups = Groups.from_shape(shape, offs, device)
     group, end = groups.group_of_row(), groups.num_tiles * TILE_ROWS
-    first = torch.cat([groups.first_tile * TILE_ROWS - groups.starts, torch.zeros_like(group[:1])])
-    return torch.where(
-        group < len(groups), torch.arange(len(group), device=device) + first[group], end
-    ), end
+    shift = torch.cat([groups.first_tile * TILE_ROWS - groups.starts, torch.zeros_like(group[:1])])
+    slot = torch.arange(len(group), device=device) + shift[group]
+    return torch.where(group < len(groups), slot, end), end
 
 
-def _is_matrix(fmt: Format, offs: Tensor | None) -> bool:
-    """Whether buffers hold the matrix of scales itself, one for each square block."""
+def _stores_matrix(fmt: Format, offs: Tensor | None) -> bool:
+    """Return True if buffers store the matrix of scales itself, one for each square block."""
     if not fmt.has_squares:
         return False
     if offs is not None:
         raise ValueError(
-            f"{fmt.text} with offs has no linear scales, for blocks start where groups do: use layout='tiles'"
+            f"{fmt.text} with offs has no linear scales, since blocks start where groups do: "
+            "use layout='tiles'"
         )
     return True
 
 
-def _tiled(
+def _tile_scales(
     fmt: Format,
     scale: BlockScale,
     linear: Tensor,
@@ -129,40 +130,46 @@ def _tiled(
     offs: Tensor | None,
     spec: BufferSpec,
 ) -> Tensor:
-    is_matrix, width = _is_matrix(fmt, offs), ceil_div(shape[-1], scale.vec_size)
-    check_tensor("scales", linear, shape=spec.shape if is_matrix else (*shape[:-1], width))
-    if is_matrix:
+    """Convert a matrix of scales to the layout of the buffer ``spec``."""
+    stores_matrix, width = _stores_matrix(fmt, offs), ceil_div(shape[-1], scale.vec_size)
+    check_tensor("scales", linear, shape=spec.shape if stores_matrix else (*shape[:-1], width))
+    if stores_matrix:
         return linear.contiguous()
-    slot, count = _slots(shape, offs, linear.device)
-    by_slot = linear.new_zeros(count + 1, width)
-    by_slot[slot] = linear.flatten(0, -2)
+    slot, count = _slot_rows(shape, offs, linear.device)
+    slot_scales = linear.new_zeros(count + 1, width)
+    slot_scales[slot] = linear.flatten(0, -2)
     out = spec.allocate(linear.device, True)
-    view = tile_view(fmt, out, columnwise=False)
-    view.copy_(lay_scales(fmt, by_slot[:count].view(-1, TILE_ROWS, width), False).view(view.shape))
+    tiles = tile_view(fmt, out, columnwise=False)
+    laid = lay_scales(fmt, slot_scales[:count].view(-1, TILE_ROWS, width), False)
+    tiles.copy_(laid.view(tiles.shape))
     return out
 
 
-def _linear(
+def _linear_matrix(
     fmt: Format, scale: BlockScale, scales: Tensor, shape: Sequence[int], offs: Tensor | None
 ) -> Tensor:
-    """Scales of a buffer as a matrix, of zeros in the tail."""
-    if _is_matrix(fmt, offs):
+    """Convert the scales of a buffer to a matrix, with zeros in the tail."""
+    if _stores_matrix(fmt, offs):
         return scales
     tiles = tile_view(fmt, scales, columnwise=False)
-    by_slot = linear_scales(
-        fmt, tiles if offs is not None else tiles.flatten(0, 1), False, shape[-1]
-    ).flatten(0, 1)
-    slot, _ = _slots(shape, offs, scales.device)
-    rows = torch.cat([by_slot, by_slot.new_zeros(1, by_slot.shape[1])])[slot].view(
-        *shape[:-1], by_slot.shape[1]
-    )
-    return numbers_of(scale, rows)
+    tiles = tiles if offs is not None else tiles.flatten(0, 1)
+    slot_scales = linear_scales(fmt, tiles, False, shape[-1]).flatten(0, 1)
+    width = slot_scales.shape[1]
+    slot, _ = _slot_rows(shape, offs, scales.device)
+    rows = torch.cat([slot_scales, slot_scales.new_zeros(1, width)])[slot]
+    return scale_numbers(scale, rows.view(*shape[:-1], width))
 
 
-def _second_level(
-    fmt: Format, codes: Tensor, given: Mapping[str, Tensor | None], offs: Tensor | None, groups: int
+def _level_buffers(
+    fmt: Format,
+    codes: Tensor,
+    level_tensors: Mapping[str, Tensor | None],
+    offs: Tensor | None,
+    groups: int,
 ) -> list[Tensor]:
-    level, vectors = fmt.global_scale, {name: t for name, t in given.items() if t is not None}
+    """Return the buffers of the global scale, from the tensors that the caller gave."""
+    level = fmt.global_scale
+    vectors = {name: t for name, t in level_tensors.items() if t is not None}
     if level is None:
         if vectors:
             raise ValueError(
@@ -173,16 +180,17 @@ def _second_level(
     for name, t in vectors.items():
         vectors[name] = t.expand(count).contiguous() if t.numel() == 1 else t
         check_tensor(name, vectors[name], dtypes=(torch.float32,), shape=count)
-    amax, decodes = vectors.get("amax"), vectors.get("global_scale")
+    amax, global_scale = vectors.get("amax"), vectors.get("global_scale")
     if level.buffers == ("amax",):
         if "scale" in vectors or len(vectors) != 1:
-            raise ValueError(
-                f"{fmt.text} takes either amax or global_scale, got {' and '.join(vectors) or 'none'}"
-            )
-        # In fp64, so that it is the amax whose product with the factor is nearest to the scale.
+            names = " and ".join(vectors) or "none"
+            raise ValueError(f"{fmt.text} takes either amax or global_scale, got {names}")
+        if global_scale is None:
+            return [vectors["amax"]]
+        # In fp64, so that the product of this amax and the factor is nearest to the scale.
         factor = float(torch.tensor(level.factor, dtype=torch.float32))
-        return [(decodes.double() / factor).float() if decodes is not None else vectors["amax"]]
-    if decodes is None:
+        return [(global_scale.double() / factor).float()]
+    if global_scale is None:
         raise ValueError(f"global_scale is missing: a value of {fmt.text} is code * global_scale")
-    amax = ops.grouped_amax(codes.float(), offs) * decodes if amax is None else amax
-    return [decodes, vectors.get("scale", decodes.reciprocal()), amax]
+    amax = ops.grouped_amax(codes.float(), offs) * global_scale if amax is None else amax
+    return [global_scale, vectors.get("scale", global_scale.reciprocal()), amax]

@@ -1,4 +1,4 @@
-"""The buffers of a quantized tensor by name, and one group's part of them."""
+"""Buffers of a quantized tensor by name, and the part of one group."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import BlockScale, Format
-from cute_kernels.layout.buffers import member_parts
+from cute_kernels.layout.buffers import member_spans
 from cute_kernels.layout.shapes import ceil_div, round_up
 from cute_kernels.layout.slots import TILE_ROWS, slot_tile, uniform_tiles
 from cute_kernels.reference.scales import linear_column_scales, linear_row_scales
@@ -16,14 +16,13 @@ from cute_kernels.reference.scales import linear_column_scales, linear_row_scale
 class QuantizedCopy:
     """One direction of a quantized tensor: its buffers, as attributes and in order.
 
-    Their names are those of the format's rowwise copy in both directions, ``Format.buffer_names``:
-    of NVFP4 ``codes``, ``scales`` and ``amax``. Scales in 128x4 tiles are uint8, bytes of a layout
-    for kernels, padding included; ``GroupedMember`` has those of a group as the numbers that they
-    are.
+    Both directions use the names of the format's rowwise copy, ``Format.buffer_names``: for NVFP4
+    ``codes``, ``scales`` and ``amax``. Scales in 128x4 tiles are uint8: the bytes of a layout for
+    kernels, padding included. ``GroupedMember`` has the scales of one group as numbers.
 
     Args:
-        fmt: the format.
-        tensors: all buffers, in the order of their names.
+        fmt: The format.
+        tensors: All buffers, in the order of their names.
     """
 
     __slots__ = ("_buffers", "_format")
@@ -56,30 +55,30 @@ class QuantizedCopy:
 
     @property
     def operand(self) -> tuple[Tensor, list[Tensor]]:
-        """The codes, and what else a reader needs, as ops take them."""
-        codes, *rest = map(self._buffers.__getitem__, self._format.operand_names(columnwise=False))
-        return codes, rest
+        """Codes, and the scales that a reader needs, as ops take them."""
+        names = self._format.operand_names(columnwise=False)
+        codes, *scales = map(self._buffers.__getitem__, names)
+        return codes, scales
 
 
 class GroupedMember:
-    """One group of m rows: codes, linear scales without padding, and its second level.
+    """One group of m rows: codes, linear scales without padding, and its global scale.
 
-    An attribute of a direction that is not held is None; scales lie as the codes do.
+    Attributes of a direction that does not exist are None. Scales have the layout of the codes.
 
     Attributes:
-        codes: (m, K) FP8; of NVFP4 (m, K / 2) uint8, two E2M1 codes a byte, the even column in
+        codes: (m, K) FP8; for NVFP4 (m, K / 2) uint8, two E2M1 codes per byte, the even column in
             the low nibble.
-        scales: (m, K / 16) float8_e4m3fn of NVFP4, (m, K / 32) uint8 E8M0 of MXFP8, (m, ceil(K
-            / 128)) fp32 of FP8Block, or (ceil(m / 128), ceil(K / 128)) of its square
-            blocks.
-        amax: fp32 scalar of NVFP4 and FP8, or (m,) when row-scaled.
-        scale: fp32 scalar of FP8, what elements were multiplied by.
-        scale_inv: fp32 scalar of FP8, what codes are multiplied by.
-        codes_t: (K, m) FP8, of NVFP4 (K, ceil(m / 2)) uint8; (m, K) FP8 of MXFP8. Of a
-            transformed copy whole blocks, which the m rows are spread over.
-        scales_t: (K, ceil(m / 16)) float8_e4m3fn of NVFP4, (ceil(m / 32), K) uint8 of MXFP8,
-            (K, ceil(m / 128)) fp32 of FP8Block, or (ceil(K / 128), ceil(m / 128)).
-        amax_t: fp32 scalar of NVFP4.
+        scales: (m, K / 16) float8_e4m3fn for NVFP4, (m, K / 32) uint8 E8M0 for MXFP8, (m, ceil(K
+            / 128)) fp32 for FP8Block, or (ceil(m / 128), ceil(K / 128)) for its square blocks.
+        amax: Fp32 scalar for NVFP4 and FP8, or (m,) if row-scaled.
+        scale: Fp32 scalar for FP8, the factor that elements were multiplied by.
+        scale_inv: Fp32 scalar for FP8, the factor that codes are multiplied by.
+        codes_t: (K, m) FP8, for NVFP4 (K, ceil(m / 2)) uint8; (m, K) FP8 for MXFP8. In a
+            transformed copy the m rows are spread over whole blocks.
+        scales_t: (K, ceil(m / 16)) float8_e4m3fn for NVFP4, (ceil(m / 32), K) uint8 for MXFP8,
+            (K, ceil(m / 128)) fp32 for FP8Block, or (ceil(K / 128), ceil(m / 128)).
+        amax_t: Fp32 scalar for NVFP4.
     """
 
     def __init__(self, fmt: Format, tensors: Mapping[str, Tensor]) -> None:
@@ -91,12 +90,19 @@ class GroupedMember:
         def __getattr__(self, name: str) -> Tensor | None: ...
 
     def __repr__(self) -> str:
-        held = ((name, t) for name, t in vars(self).items() if t is not None)
-        return f"GroupedMember({', '.join(f'{name}={tuple(t.shape)}' for name, t in held)})"
+        tensors = ((name, t) for name, t in vars(self).items() if t is not None)
+        return f"GroupedMember({', '.join(f'{name}={tuple(t.shape)}' for name, t in tensors)})"
 
 
 class GroupSpan(NamedTuple):
-    """Where a group lies: its number, rows [start, start + rows), and its first slot tile."""
+    """Position of a group.
+
+    Attributes:
+        group: Number of the group.
+        start: First row.
+        rows: Number of rows.
+        tile: First slot tile.
+    """
 
     group: int
     start: int
@@ -105,10 +111,10 @@ class GroupSpan(NamedTuple):
 
 
 def group_spans(offs: Tensor | None, shape: Sequence[int]) -> list[GroupSpan]:
-    """All groups of a (T, K) tensor with ``offs``, read on the host, or of a (G, N, K) one.
+    """Return all groups of a (T, K) tensor with ``offs``, read on the host, or of a (G, N, K) one.
 
     Raises:
-        RuntimeError: the stream is being captured into a CUDA graph.
+        RuntimeError: The stream is being captured into a CUDA graph.
     """
     if offs is None:
         groups, rows = shape[:2]
@@ -116,10 +122,10 @@ def group_spans(offs: Tensor | None, shape: Sequence[int]) -> list[GroupSpan]:
         return [GroupSpan(g, g * rows, rows, g * tiles) for g in range(groups)]
     if offs.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("member() and unbind() read offs on the host: not while capturing")
-    ends = offs.tolist()
+    end_rows = offs.tolist()
     return [
         GroupSpan(g, start, end - start, slot_tile(start, g))
-        for g, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
+        for g, (start, end) in enumerate(zip([0, *end_rows], end_rows, strict=False))
     ]
 
 
@@ -130,14 +136,15 @@ def member(
     rowwise: QuantizedCopy | None,
     columnwise: QuantizedCopy | None,
 ) -> GroupedMember:
-    """Take one group out of a tensor of ``columns`` columns."""
-    found: dict[str, Tensor] = {}
-    for copy, is_columnwise, take in ((rowwise, False, _rowwise), (columnwise, True, _columnwise)):
-        if copy is not None:
-            found |= zip(
-                fmt.buffer_names(is_columnwise), take(span, fmt, columns, copy), strict=True
-            )
-    return GroupedMember(fmt, found)
+    """Extract one group from a tensor of ``columns`` columns."""
+    tensors: dict[str, Tensor] = {}
+    if rowwise is not None:
+        names = fmt.buffer_names(columnwise=False)
+        tensors |= zip(names, _rowwise_buffers(span, fmt, columns, rowwise), strict=True)
+    if columnwise is not None:
+        names = fmt.buffer_names(columnwise=True)
+        tensors |= zip(names, _columnwise_buffers(span, fmt, columns, columnwise), strict=True)
+    return GroupedMember(fmt, tensors)
 
 
 def shaped_members(
@@ -147,78 +154,78 @@ def shaped_members(
     rowwise: QuantizedCopy | None,
     columnwise: QuantizedCopy | None,
 ) -> Iterator[GroupedMember]:
-    """Take ``groups`` out of a tensor whose groups have ``shapes`` of their own."""
-    copies = {way: copy for way, copy in ((False, rowwise), (True, columnwise)) if copy is not None}
-    parts = member_parts(fmt, shapes, rowwise=False in copies, columnwise=True in copies)
+    """Extract ``groups`` from a tensor whose groups have ``shapes`` of their own."""
+    spans = member_spans(
+        fmt, shapes, rowwise=rowwise is not None, columnwise=columnwise is not None
+    )
+
+    def group_copy(
+        group: int, copy: QuantizedCopy | None, columnwise: bool
+    ) -> QuantizedCopy | None:
+        if copy is None:
+            return None
+        named = zip(fmt.buffer_names(columnwise), copy, strict=True)
+        return QuantizedCopy(fmt, [spans[name][group].view_of(t) for name, t in named])
+
     for group in groups:
         rows, columns = shapes[group]
-        # Each is the only group of a uniform tensor.
-        of_group = {
-            way: QuantizedCopy(
-                fmt,
-                [
-                    parts[name][group].of(t)
-                    for name, t in zip(fmt.buffer_names(way), copy, strict=True)
-                ],
-            )
-            for way, copy in copies.items()
-        }
-        yield member(
-            GroupSpan(0, 0, rows, 0), fmt, columns, of_group.get(False), of_group.get(True)
-        )
+        # Each group is the only one of a uniform tensor.
+        span = GroupSpan(0, 0, rows, 0)
+        copies = group_copy(group, rowwise, False), group_copy(group, columnwise, True)
+        yield member(span, fmt, columns, *copies)
 
 
-def _rowwise(span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy) -> Iterator[Tensor]:
+def _rowwise_buffers(
+    span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy
+) -> Iterator[Tensor]:
+    """Yield the buffers of one group of a rowwise copy."""
     rows, level = slice(span.start, span.start + span.rows), fmt.global_scale
     yield copy.codes.flatten(0, -2)[rows]
     if fmt.scale is not None:
-        first = span.tile * TILE_ROWS
-        slots = torch.arange(first, first + span.rows, device=copy.scales.device)
-        yield numbers_of(
-            fmt.scale, linear_row_scales(fmt, copy.scales, slots, columns)[:: _repeats(fmt)]
-        )
-    for name in level.buffers if level is not None else ():
+        first_slot = span.tile * TILE_ROWS
+        slots = torch.arange(first_slot, first_slot + span.rows, device=copy.scales.device)
+        linear = linear_row_scales(fmt, copy.scales, slots, columns)
+        yield scale_numbers(fmt.scale, linear[:: _scale_repeats(fmt)])
+    if level is None:
+        return
+    for name in level.buffers:
         vector: Tensor = getattr(copy, name)
-        yield (
-            vector.flatten()[rows]
-            if level is not None and level.per == "row"
-            else vector[span.group]
-        )
+        yield vector.flatten()[rows] if level.per == "row" else vector[span.group]
 
 
-def _columnwise(
+def _columnwise_buffers(
     span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy
 ) -> Iterator[Tensor]:
+    """Yield the buffers of one group of a columnwise copy."""
     is_uniform, level = copy.codes.dim() == 3, fmt.columnwise_global_scale
-    # Each group of a uniform tensor has tiles of its own.
+    # Each group of a uniform tensor has its own tiles.
     tile = 0 if is_uniform else span.tile
     codes = copy.codes[span.group] if is_uniform else copy.codes
     rows, is_transposed = span.rows, fmt.columnwise == "transposed"
     if fmt.is_transformed and fmt.scale is not None:
-        # What the last rows became lies in a whole block.
+        # The transform spreads the last rows over a whole block.
         rows = round_up(rows, fmt.scale.vec_size)
     if is_transposed:
-        first, width = fmt.element.width(tile * TILE_ROWS), fmt.element.width(rows)
-        yield codes[:, first : first + width]
+        start, width = fmt.element.width(tile * TILE_ROWS), fmt.element.width(rows)
+        yield codes[:, start : start + width]
     else:
         yield codes[tile * TILE_ROWS : tile * TILE_ROWS + rows]
     if fmt.scale is not None:
         scales = copy.scales[span.group] if is_uniform else copy.scales
-        linear = linear_column_scales(
-            fmt, scales, columns, slice(tile, tile + ceil_div(span.rows, TILE_ROWS))
-        )
-        linear = linear[:: _repeats(fmt), : ceil_div(span.rows, fmt.scale.vec_size)]
-        yield numbers_of(fmt.scale, linear if is_transposed else linear.T)
+        tiles = slice(tile, tile + ceil_div(span.rows, TILE_ROWS))
+        linear = linear_column_scales(fmt, scales, columns, tiles)
+        linear = linear[:: _scale_repeats(fmt), : ceil_div(span.rows, fmt.scale.vec_size)]
+        yield scale_numbers(fmt.scale, linear if is_transposed else linear.T)
     for name in level.buffers if level is not None else ():
         vector: Tensor = getattr(copy, name)
         yield vector[span.group]
 
 
-def _repeats(fmt: Format) -> int:
-    """How often linear scales repeat what is stored once: rows of a square block."""
+def _scale_repeats(fmt: Format) -> int:
+    """Return how often linear scales repeat a stored one: the rows of a square block."""
     return fmt.scale.vec_size if fmt.scale and fmt.has_squares else 1
 
 
-def numbers_of(scale: BlockScale, stored: Tensor) -> Tensor:
-    """Scale bytes as the numbers that they are; E8M0 stays bytes, which few ops of torch take."""
+def scale_numbers(scale: BlockScale, stored: Tensor) -> Tensor:
+    """View scale bytes as numbers; E8M0 stays bytes, since few ops of torch support it."""
     return stored.view(scale.element.dtype) if scale.element.dtype.is_signed else stored

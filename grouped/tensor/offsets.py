@@ -1,4 +1,4 @@
-"""Accepts group boundaries in every form that users have them, without a synchronization."""
+"""Conversion of group boundaries from every form that users have, without a synchronization."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -15,17 +15,22 @@ Offsets: TypeAlias = Tensor | Sequence[int] | np.ndarray[tuple[int], np.dtype[np
 
 
 def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
-    """(G,) end rows of a tensor of so many rows, as an int32 tensor on its device.
+    """Return end rows as an int32 tensor (G,) on the device.
 
     Values of host lists and of CPU tensors are checked here. Values on a GPU are never read, and
     the kernels clamp them; ``grouped.inspect.check_offsets`` checks them without a synchronization.
-    The last end may be below ``rows``: the rows behind it are a tail. int64 values that int32
-    cannot hold saturate.
+    The last end may be below ``rows``: the rows behind it are a tail. int64 values beyond int32
+    saturate.
+
+    Args:
+        offs: End row of each group.
+        rows: Number of rows of the tensor.
+        device: Device of the tensor.
 
     Raises:
-        TypeError: not integers.
-        ValueError: not one-dimensional, empty, on another device, or host or CPU values that
-            decrease or leave the tensor.
+        TypeError: The values are not integers.
+        ValueError: ``offs`` is not one-dimensional, empty or on another device, or values on the
+            host or a CPU decrease or exceed ``rows``.
     """
     if isinstance(offs, Tensor):
         if offs.dtype not in (torch.int32, torch.int64):
@@ -36,7 +41,7 @@ def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
             raise ValueError(f"offs must be on the device of x ({device}), got {offs.device}")
         if offs.is_cpu or EndRowChecks.recorder is not None:
             check_end_rows_of(offs, rows)
-        # What int32 cannot hold must not wrap around: it lies past the rows of any tensor.
+        # Values beyond int32 must not wrap around: they are past the rows of any tensor.
         return offs if offs.dtype == torch.int32 else offs.clamp(_INT32.min, _INT32.max).int()
     if not hasattr(offs, "__len__"):
         raise TypeError(f"offs must hold the end row of each group, got {offs!r}")
@@ -51,7 +56,7 @@ def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
 
 
 def host_integers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Integers of the host as a tensor on ``device``, without a synchronization."""
+    """Return integers of the host as a tensor on ``device``, without a synchronization."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(
         device, non_blocking=True
     )

@@ -1,4 +1,4 @@
-"""What a GroupedTensor may be made of, and the format of one that comes from a file."""
+"""Checks of the parts of a GroupedTensor, and of the format of one that comes from a file."""
 
 import dataclasses
 import functools
@@ -34,10 +34,9 @@ def check_format(name: str, fmt: object) -> None:
     for cls in RECORDS.values():
         if fmt is cls:
             raise TypeError(f"{name} must be a format record: {cls.__name__}(), not {cls.__name__}")
-    of_roles = isinstance(getattr(fmt, "input", None), Format)
-    hint = (
-        ": a recipe, which has one for each role (input, weight, grad_output)" if of_roles else ""
-    )
+    hint = ""
+    if isinstance(getattr(fmt, "input", None), Format):
+        hint = ": a recipe, which has one for each role (input, weight, grad_output)"
     raise TypeError(f"{name} must be a format record such as grouped.NVFP4(), got {fmt!r}{hint}")
 
 
@@ -48,9 +47,13 @@ def check_is_tensor(name: str, value: object) -> None:
 
 
 def check_size(name: str, size: Any, multiple: int = 1, why: str = "") -> None:
-    """Raise unless ``size`` is a positive integer and a multiple;
+    """Raise unless ``size`` is a positive integer and a multiple of ``multiple``.
 
-    ``why`` says what asks for that.
+    Args:
+        name: Name of the argument.
+        size: Value of the argument.
+        multiple: Required divisor of the size.
+        why: Reason of the requirement, for the message.
     """
     check_kind(int, **{name: size})
     if size < 1:
@@ -69,12 +72,12 @@ def check_parts(
     prepacked: bool,
     shapes: Sequence[tuple[int, int]] | None = None,
 ) -> None:
-    """Check that the plain tensors are those of a quantized tensor of this shape and format.
+    """Check that plain tensors fit the shape and format of a quantized tensor.
 
     Raises:
-        TypeError: a dtype that does not fit, or ``fmt`` is no format record.
-        ValueError: a shape or a device that does not fit.
-        cute_kernels.UnsupportedError: a format that is not built yet.
+        TypeError: A dtype does not match, or ``fmt`` is no format record.
+        ValueError: A shape or a device does not match.
+        cute_kernels.UnsupportedError: The format is not built yet.
     """
     check_format("fmt", fmt)
     require("grouped_quantize", fmt, "reference")
@@ -82,22 +85,24 @@ def check_parts(
         raise ValueError("rowwise and columnwise are both None: a GroupedTensor holds data")
     _check_groups(shape, fmt, offs, shapes)
     check_dtype("dtype", dtype, INPUT_DTYPES)
-    for name, groups in (("offs", offs), ("shapes", shapes)):
-        if prepacked and groups is not None:
+    for name, grouping in (("offs", offs), ("shapes", shapes)):
+        if prepacked and grouping is not None:
             raise ValueError(f"prepacked weights are uniform, but {name} is given for {fmt}")
     num_groups = None if offs is None else offs.shape[0]
     tensors = {}
-    for direction, held in (("rowwise", rowwise), ("columnwise", columnwise)):
-        if held is None:
+    for direction, copy in (("rowwise", rowwise), ("columnwise", columnwise)):
+        if copy is None:
             continue
         is_columnwise = direction == "columnwise"
         specs = buffers(
-            *(fmt, shape, num_groups),
+            fmt,
+            shape,
+            num_groups,
             rowwise=not is_columnwise,
             columnwise=is_columnwise,
             shapes=shapes,
         )
-        for tensor, (name, spec) in zip(held, specs.items(), strict=True):
+        for tensor, (name, spec) in zip(copy, specs.items(), strict=True):
             label = f"{direction} {name.removesuffix('_t')}"
             check_tensor(label, tensor, dtypes=(spec.dtype,), shape=spec.shape)
             tensors[label] = tensor
@@ -106,15 +111,17 @@ def check_parts(
         for name in level.buffers:
             if getattr(rowwise, name) is not getattr(columnwise, name):
                 raise ValueError(
-                    f"both directions of {fmt.text} share {name}: rowwise and columnwise must hold the same tensor"
+                    f"both directions of {fmt.text} share {name}: rowwise and columnwise must "
+                    "hold the same tensor"
                 )
-    first, tensor = next(iter(tensors.items()))
-    same_device(first, tensor.device, offs=offs, **tensors)
+    label, tensor = next(iter(tensors.items()))
+    same_device(label, tensor.device, offs=offs, **tensors)
 
 
 def _check_groups(
     shape: Sequence[int], fmt: Format, offs: Tensor | None, shapes: Sequence[tuple[int, int]] | None
 ) -> None:
+    """Raise ValueError unless the groups match the shape."""
     if shapes is not None:
         if offs is not None:
             raise ValueError("offs and shapes are both given: groups are cut by one of them")
@@ -135,7 +142,7 @@ def _check_groups(
 
 @functools.cache
 def package_version() -> str:
-    """The version of this package."""
+    """Return the version of this package."""
     try:
         return importlib.metadata.version("grouped-kernels")
     except importlib.metadata.PackageNotFoundError:
@@ -143,17 +150,22 @@ def package_version() -> str:
 
 
 def saved_format(name: str, fields: dict[str, Any], written_by: str) -> Format:
-    """The format record of a file, of its name and fields, written by a version of this package.
+    """Return the format record of a file.
+
+    Args:
+        name: Name of the format.
+        fields: Fields of the record.
+        written_by: Version of this package that wrote the file.
 
     Raises:
-        ValueError: this version knows no such format or field.
+        ValueError: This version knows no such format or field.
     """
-    both = f"the file was written by grouped-kernels {written_by}, this is {package_version()}"
+    versions = f"the file was written by grouped-kernels {written_by}, this is {package_version()}"
     if name not in RECORDS:
-        raise ValueError(f"format must be one of {', '.join(RECORDS)}, got {name!r}: {both}")
+        raise ValueError(f"format must be one of {', '.join(RECORDS)}, got {name!r}: {versions}")
     cls = RECORDS[name]
     known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = ", ".join(repr(field) for field in fields if field not in known)
     if unknown:
-        raise ValueError(f"{cls.__name__} has no field {unknown}: {both}")
+        raise ValueError(f"{cls.__name__} has no field {unknown}: {versions}")
     return cls(**fields)

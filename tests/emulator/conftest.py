@@ -1,3 +1,5 @@
+"""The built engine of the emulator, cleared before and after each test."""
+
 import pytest
 
 import ptx_emulator as emulator
@@ -13,6 +15,7 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def clean_emulator(engine):
+    """Forget watched memory and counts of other tests."""
     emulator.unwatch()
     emulator.reset_stats()
     yield

@@ -1,4 +1,4 @@
-"""PTX kernels for tests, from the few lines that matter."""
+"""PTX kernels for tests, built from a few lines of code."""
 
 import numpy as np
 import pytest
@@ -11,17 +11,18 @@ _REGISTERS = """
 """
 
 
-# Until the phase is done.
 def wait(bar):
+    """Return PTX that waits until phase 0 of the mbarrier is complete."""
     return f" WAIT: mbarrier.try_wait.parity.shared::cta.b64 %q15, [{bar}], 0; @!%q15 bra WAIT; "
 
 
 def fails(match):
+    """Expect an ``EmulatorError`` whose message matches."""
     return pytest.raises(emulator.EmulatorError, match=match)
 
 
 def module(body, args, name, header):
-    """A kernel whose parameters arrive in %p0, %p1, ... (b64; b32 for ints) and tid.x in %t."""
+    """Return a kernel with its parameters in %p0, %p1, ... (b64; b32 for ints) and tid.x in %t."""
     params, loads = [], []
     for i, arg in enumerate(args):
         if isinstance(arg, bytes):
@@ -40,13 +41,14 @@ def module(body, args, name, header):
 
 
 def run(body, *args, grid=1, block=32, cluster=None, dynamic_smem=0, name="kernel", header=""):
+    """Launch a kernel with this body on one-dimensional grids, blocks and clusters."""
     emulator.load_ptx(module(body, args, name, header))
     clusters = None if cluster is None else (cluster,)
     emulator.launch(name, (grid,), (block,), args, cluster=clusters, dynamic_smem=dynamic_smem)
 
 
 def elementwise(ptx, *inputs, out=np.uint32):
-    """Run ``ptx`` once for every element: inputs in %a0, %a1, ..., the result in %out."""
+    """Run ``ptx`` once per element: inputs in %a0, %a1, ..., the result in %out."""
     count = len(inputs[0])
     assert count % 32 == 0
     result = np.zeros(count, out)
@@ -69,7 +71,7 @@ def elementwise(ptx, *inputs, out=np.uint32):
 
 
 def outcome(body, names, *args, grid=1, block=32, **launch):
-    """What the 32-bit registers ``names`` of every thread hold after ``body``, thread by thread."""
+    """Run ``body`` and return the 32-bit registers ``names``: (threads, registers), uint32."""
     names = names.split()
     out = np.zeros((grid * block, len(names)), np.uint32)
     stores = "".join(f"st.global.b32 [%d60+{4 * i}], {name};" for i, name in enumerate(names))
@@ -80,6 +82,7 @@ mul.wide.u32 %d60, %r299, {4 * len(names)}; add.u64 %d60, %d60, %p{len(args)}; {
 
 
 def aligned(array, to=128):
+    """Return a copy of the array whose address is a multiple of ``to`` bytes."""
     raw = np.zeros(array.nbytes + to, np.uint8)
     start = -raw.ctypes.data % to
     view = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

@@ -1,3 +1,5 @@
+"""Barriers, mbarriers and clusters: deadlocks, wrong arrivals, polling, shared memory."""
+
 import numpy as np
 import pytest
 
@@ -12,14 +14,14 @@ INIT = f"""{BARRIER}
 CLUSTER_WAIT = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 
 
-def test_differing_thread_counts():
+def test_differing_thread_counts_of_a_barrier_fail():
     body = """shr.u32 %r0, %t, 5; setp.eq.u32 %q0, %r0, 0;
-	@%q0 bar.sync 1, 64; @!%q0 bar.sync 1, 96;"""
+    @%q0 bar.sync 1, 64; @!%q0 bar.sync 1, 96;"""
     with fails("differs from the"):
         run(body, block=96)
 
 
-def test_deadlock_names_every_warp():
+def test_a_deadlock_names_every_warp():
     body = "setp.lt.u32 %q0, %t, 32; @%q0 bra DONE; bar.sync 2, 64; DONE:"
     with pytest.raises(
         emulator.EmulatorError,
@@ -41,7 +43,7 @@ ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [%r0]"
         (BARRIER + f"{ARRIVE};", "not initialised"),
     ],
 )
-def test_faulty_arrivals(faulty, message, mode):
+def test_wrong_arrivals_fail(faulty, message, mode):
     with emulator.options(mode=mode):
         run(INIT.format(count=32) + f"{ARRIVE};" + wait("%r0"))
         run(INIT.format(count=2) + f"@%q0 {ARRIVE}, 2;" + wait("%r0"))
@@ -56,7 +58,7 @@ def test_faulty_arrivals(faulty, message, mode):
         ({"max_insns": 10_000}, "instruction budget of 10000"),
     ],
 )
-def test_polling_for_nothing(limit, message):
+def test_endless_polling_fails(limit, message):
     body = INIT.format(count=1) + (
         "SPIN: mbarrier.test_wait.parity.shared::cta.b64 %q1, [%r0], 0; @!%q1 bra SPIN;"
     )
@@ -67,22 +69,23 @@ def test_polling_for_nothing(limit, message):
 
 
 @pytest.mark.parametrize("mode", ["eager", "chaos"])
-def test_distributed_shared_memory(mode):
+def test_ctas_of_a_cluster_share_memory(mode):
     body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; shl.b32 %r1, %t, 2;
-	add.u32 %r0, %r0, %r1; mov.u32 %r2, %cluster_ctarank; add.u32 %r3, %r2, 1; and.b32 %r3, %r3, 3;
-	mapa.shared::cluster.u32 %r4, %r0, %r3; {wait}
-	mad.lo.u32 %r6, %r3, 10, %r2; st.shared::cluster.b32 [%r4], %r6; {wait} ld.shared.b32 %r5, [%r0];"""
+    add.u32 %r0, %r0, %r1; mov.u32 %r2, %cluster_ctarank; add.u32 %r3, %r2, 1; and.b32 %r3, %r3, 3;
+    mapa.shared::cluster.u32 %r4, %r0, %r3; {wait}
+    mad.lo.u32 %r6, %r3, 10, %r2; st.shared::cluster.b32 [%r4], %r6; {wait}
+    ld.shared.b32 %r5, [%r0];"""
     with emulator.options(mode=mode, races=True):
         out = outcome(body.format(wait=CLUSTER_WAIT), "%r5", grid=4, cluster=4)
     ranks = np.arange(4)
     assert (out.reshape(4, 32) == (ranks * 10 + (ranks - 1) % 4)[:, None]).all()
 
 
-def test_exited_cta_is_out_of_reach():
+def test_access_to_an_exited_cta_fails():
     body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; mov.u32 %r2, %cluster_ctarank;
-	setp.eq.u32 %q0, %r2, 1; @%q0 bra DONE; mov.b32 %r5, 0;
-	SPIN: add.u32 %r5, %r5, 1; setp.lt.u32 %q1, %r5, 30000; @%q1 bra SPIN;
-	mapa.shared::cluster.u32 %r4, %r0, 1; st.shared::cluster.b32 [%r4], %r2; DONE:{wait}"""
+    setp.eq.u32 %q0, %r2, 1; @%q0 bra DONE; mov.b32 %r5, 0;
+    SPIN: add.u32 %r5, %r5, 1; setp.lt.u32 %q1, %r5, 30000; @%q1 bra SPIN;
+    mapa.shared::cluster.u32 %r4, %r0, 1; st.shared::cluster.b32 [%r4], %r2; DONE:{wait}"""
     with fails("CTA rank 1, which has exited"):
         run(body.format(wait=""), grid=2, cluster=2)
     run(body.format(wait=CLUSTER_WAIT), grid=2, cluster=2)

@@ -1,3 +1,5 @@
+"""Conversions between number formats, against NumPy and CUDA's headers."""
+
 import numpy as np
 import pytest
 
@@ -8,8 +10,8 @@ from .ptx import elementwise, fails
 
 @pytest.mark.parametrize("rounding", ["rz", "rp"])
 @pytest.mark.parametrize("satfinite", [True, False])
-def test_to_ue8m0(rounding, satfinite):
-    """As CUDA's cuda_fp8.hpp computes it where there is no instruction."""
+def test_f32_to_ue8m0(rounding, satfinite):
+    """The expected value follows cuda_fp8.hpp, which converts in software on older GPUs."""
     v = np.ldexp(1.0, np.arange(-149, 128))
     v = np.concatenate([v, v * 1.25, v * 1.9999, [0, 3.4028235e38, np.inf]]).astype(np.float32)
     v = np.concatenate([v, -v])
@@ -28,7 +30,7 @@ def test_to_ue8m0(rounding, satfinite):
     assert (elementwise(ptx, nan) == 0xFFFF).all()
 
 
-def test_from_ue8m0():
+def test_ue8m0_to_bf16():
     got = elementwise("cvt.rn.bf16x2.ue8m0x2 %out, %a0;", np.arange(256, dtype=np.uint16))
     low = (got << 16).view(np.float32)
     assert (low[:255] == np.ldexp(1.0, np.arange(255) - 127).astype(np.float32)).all()
@@ -40,7 +42,7 @@ def _bf16(values):
 
 
 @pytest.mark.parametrize(
-    ("types", "given", "wanted"),
+    ("types", "inputs", "expected"),
     [
         (
             "rn.satfinite.f16.f32",
@@ -48,7 +50,7 @@ def _bf16(values):
             np.float16([65504, -65504, 65504, 2]),
         ),
         ("rn.satfinite.bf16.f32", np.float32([3.4e38, -3.4e38]), np.uint16([0x7F7F, 0xFF7F])),
-        # 0x1010001 lies just above a tie of bf16, onto which rounding to float32 would drop it.
+        # 0x1010001 lies just above a tie of bf16; rounding to float32 first would give the tie.
         (
             "rn.bf16.s32",
             np.int32([0x1010001, -0x1010001, 0x1010000, 7]),
@@ -58,12 +60,12 @@ def _bf16(values):
         ("rni.s64.f32", np.float32([np.nan]), np.uint64([1 << 63])),
     ],
 )
-def test_special_values(types, given, wanted):
-    got = elementwise(f"cvt.{types} %out, %a0;", np.resize(given, 32), out=wanted.dtype)
-    assert (got[: len(wanted)] == wanted).all()
+def test_conversions_of_special_values(types, inputs, expected):
+    got = elementwise(f"cvt.{types} %out, %a0;", np.resize(inputs, 32), out=expected.dtype)
+    assert (got[: len(expected)] == expected).all()
 
 
-def test_not_modelled_is_an_error():
+def test_unmodelled_conversions_fail_when_reached():
     v = np.ones(32, np.float32)
     with fails("stochastic rounding"):
         elementwise("cvt.rs.f16x2.f32 %out, %a0, %a0, %a0;", v)

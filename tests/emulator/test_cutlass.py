@@ -1,3 +1,5 @@
+"""The hooks in the CuTe DSL: kernels compiled by ``cute.compile`` run on the emulator."""
+
 import os
 
 import pytest
@@ -25,7 +27,7 @@ def uninstalled():
 
 
 class AddConstant:
-    """Kernels of all instances have the same name."""
+    """Add a constant; kernels of all instances have the same name."""
 
     def __init__(self, constant):
         self.constant = constant
@@ -51,19 +53,19 @@ def x():
 
 @pytest.fixture
 def view(x):
-    """Made where the emulator of Blackwell is installed."""
+    """Return x as a DSL tensor, with the emulator of sm_100a installed."""
     emulator.install("sm_100a")
     return from_dlpack(x)
 
 
 def test_each_compiled_function_runs_its_own_kernel(x, view):
-    one, two = adder(view, 1.0), adder(view, 2.0)
-    for function, want in ((one, 1), (two, 3), (one, 4)):
+    add_one, add_two = adder(view, 1.0), adder(view, 2.0)
+    for function, want in ((add_one, 1), (add_two, 3), (add_one, 4)):
         function(view)
         assert (x == want).all()
 
 
-def test_architectures_side_by_side(x):
+def test_kernels_of_two_architectures_run_side_by_side(x):
     emulator.install("sm_90a", num_sms=3)
     assert emulator.installed() == "sm_90a"
     view = from_dlpack(x)
@@ -105,29 +107,29 @@ def test_uninstall_restores_the_dsl(x):
     assert (x == 1).all()
 
 
-def test_host_tensors_stay_host_tensors_unless_installed(x, view):
+def test_tensors_are_in_global_memory_only_while_installed(x, view):
     assert view.memspace == cute.AddressSpace.gmem
     emulator.uninstall()
     assert from_dlpack(x).memspace != cute.AddressSpace.gmem
 
 
-def test_errors_reach_the_caller(x, view):
+def test_errors_of_kernels_reach_the_caller(x, view):
     pytest.importorskip("tvm_ffi")
     plain, ffi = adder(view), adder(view, options="--enable-tvm-ffi")
     plain(view)
     ffi(x)
     assert (x == 2).all()
     emulator.watch(torch.zeros(4))
-    for call, given in ((plain, view), (ffi, x)):
+    for call, argument in ((plain, view), (ffi, x)):
         with fails("global load out of bounds"):
-            call(given)
+            call(argument)
     emulator.unwatch()
     plain(view)
     ffi(x)
     assert (x == 4).all()
 
 
-def test_object_files(tmp_path, x, view):
+def test_object_files_run_by_call(tmp_path, x, view):
     pytest.importorskip("tvm_ffi")
     adder(view, options="--enable-tvm-ffi").export_to_c(
         str(tmp_path / "add.o"), function_name="add"
@@ -140,7 +142,7 @@ def test_object_files(tmp_path, x, view):
         emulator.call(module.add, x)
 
 
-def test_any_size_and_the_environment_stream():
+def test_dynamic_sizes_and_the_environment_stream():
     pytest.importorskip("tvm_ffi")
 
     @cute.kernel
@@ -163,8 +165,8 @@ def test_any_size_and_the_environment_stream():
         assert (x == 3).all()
 
 
-def test_real_functions_come_too_early(monkeypatch, x):
-    """The C library stands for the real CUDA runtime."""
+def test_compiling_after_the_real_runtime_was_loaded_fails(monkeypatch, x):
+    """The C library stands in for the real CUDA runtime."""
     monkeypatch.setattr(hooks, "_REAL_RUNTIME", "libc.so")
     monkeypatch.setattr(hooks._State, "is_first_runtime", False)
     emulator.install("sm_100a")
@@ -172,7 +174,7 @@ def test_real_functions_come_too_early(monkeypatch, x):
         adder(from_dlpack(x))
 
 
-def test_invalid_architecture():
+def test_an_invalid_architecture_is_refused():
     with pytest.raises(ValueError, match="arch must be like"):
         emulator.install("hopper")
     assert emulator.installed() is None

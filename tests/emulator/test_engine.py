@@ -1,3 +1,5 @@
+"""The engine: launches, options, counts, data races, threads, and the build of its library."""
+
 import ctypes
 import os
 import shutil
@@ -20,16 +22,27 @@ add.u32 %r0, %r0, %p1; st.global.b32 [%d1], %r0;"""
 ROOT = Path(__file__).parents[2]
 
 
-def test_arguments():
+def test_pointers_and_integers_are_passed():
     x = np.zeros(32, np.uint32)
     run(ADD_ONE, x, 5)
     assert (x == 5).all()
-    for given, message in (
-        ((x,), "2 parameters, got 1"),
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((np.zeros(32, np.uint32),), "2 parameters, got 1"),
         ((bytes(4), 1), "a parameter of 8 bytes got 4"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            emulator.launch("kernel", (1,), (32,), given)
+    ],
+    ids=["number", "size"],
+)
+def test_wrong_arguments_raise(arguments, message):
+    run(ADD_ONE, np.zeros(32, np.uint32), 5)
+    with pytest.raises(ValueError, match=message):
+        emulator.launch("kernel", (1,), (32,), arguments)
+
+
+def test_an_unknown_kernel_raises():
     with pytest.raises(KeyError):
         emulator.launch("no such kernel", (1,), (32,))
 
@@ -42,18 +55,18 @@ def test_arguments():
         ({"dynamic_smem": 300_000}, "the limit is 232448"),
     ],
 )
-def test_invalid_launches(launch, message):
+def test_invalid_launches_fail(launch, message):
     with fails(message):
         run("", **launch)
-    run("")  # the engine works on
+    run("")  # the engine still works
 
 
-def test_an_error_says_where():
+def test_an_error_names_kernel_cta_warp_and_line():
     with fails(r"(?s)^trap.*in kernel broken.*CTA \(0,0,0\) warp 0.*trap$"):
         run("mov.u32 %r0, 1; trap;", name="broken", grid=3)
 
 
-def test_watched_memory():
+def test_only_watched_memory_may_be_touched():
     x, y = np.zeros(32, np.uint32), np.zeros(32, np.uint32)
     emulator.watch(x)
     run(ADD_ONE, x, 1)
@@ -67,7 +80,7 @@ def test_watched_memory():
     run(ADD_ONE, np.zeros(32, np.uint32), 1)
 
 
-def test_misaligned():
+def test_misaligned_access_fails():
     with fails("misaligned 4-byte load"):
         run(ADD_ONE.replace("[%d1]", "[%d1+2]"), np.zeros(64, np.uint32), 1)
 
@@ -83,25 +96,32 @@ SHARED = ".shared .align 4 .b8 s[128]; mov.u32 %r0, s; ld.shared.b32 %r1, [%r0+{
         (SHARED.format(-4), "shared access out of bounds"),
     ],
 )
-def test_wrong_addresses(body, message):
+def test_wrong_addresses_fail(body, message):
     run(SHARED.format(124))
     with fails(message):
         run(body)
 
 
-def test_options():
+def test_options_nest_and_end_with_their_block():
     def num_sms():
         return set(outcome("mov.u32 %r0, %nsmid;", "%r0").flat)
 
     with emulator.options(num_sms=7), emulator.options(mode="chaos", seed=1):
         assert num_sms() == {7}
     assert num_sms() == {emulator.engine.device_sms()}
-    for option, message in (
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
         ({"mode": "fast"}, "mode must be one of"),
         ({"num_sms": 0}, "num_sms must be positive"),
-    ):
-        with pytest.raises(ValueError, match=message), emulator.options(**option):
-            pass
+    ],
+    ids=["mode", "num_sms"],
+)
+def test_invalid_options_raise(option, message):
+    with pytest.raises(ValueError, match=message), emulator.options(**option):
+        pass
 
 
 def test_chaos_depends_on_the_seed_alone():
@@ -115,7 +135,7 @@ def test_chaos_depends_on_the_seed_alone():
     assert order(1) != order(2)
 
 
-def test_stats():
+def test_stats_count_successful_launches():
     x = np.zeros(64, np.uint32)
     run(ADD_ONE, x, 1, grid=2)
     stats = emulator.stats()
@@ -134,24 +154,27 @@ def test_stats():
     ("body", "ordered", "racy"),
     [
         pytest.param(
-            """shl.b32 %r1, %t, 2; add.u32 %r2, %r0, %r1; xor.b32 %r3, %r1, 128; add.u32 %r4, %r0, %r3;
-	st.shared.b32 [%r2], %t; {} ld.shared.b32 %r5, [%r4];""",
+            """shl.b32 %r1, %t, 2; add.u32 %r2, %r0, %r1; xor.b32 %r3, %r1, 128;
+    add.u32 %r4, %r0, %r3; st.shared.b32 [%r2], %t; {} ld.shared.b32 %r5, [%r4];""",
             "bar.sync 0;",
             ("", "bar.arrive 1, 128;"),
             id="read after write",
         ),
         pytest.param(
             """and.b32 %r1, %t, 31; shl.b32 %r1, %r1, 2; add.u32 %r0, %r0, %r1;
-	@%q1 st.shared.b32 [%r0], %t; bar.sync 0; @!%q1 ld.shared.b32 %r2, [%r0]; {} @%q1 st.shared.b32 [%r0], %t;""",
+    @%q1 st.shared.b32 [%r0], %t; bar.sync 0;
+    @!%q1 ld.shared.b32 %r2, [%r0]; {} @%q1 st.shared.b32 [%r0], %t;""",
             "bar.sync 0;",
             ("",),
             id="write after read",
         ),
         pytest.param(
-            """mov.u32 %r1, bar; setp.eq.u32 %q0, %t, 0; @%q0 mbarrier.init.shared::cta.b64 [%r1], 1; bar.sync 0;
-	@!%q1 bra READER; @%q0 st.shared.b32 [%r0], %t; @%q0 mbarrier.arrive{}.shared::cta.b64 _, [%r1]; bra DONE;
-	READER: W: mbarrier.try_wait.parity.shared::cta.b64 %q2, [%r1], 0; @!%q2 bra W;
-	ld.shared.b32 %r2, [%r0]; DONE:""",
+            """mov.u32 %r1, bar; setp.eq.u32 %q0, %t, 0;
+    @%q0 mbarrier.init.shared::cta.b64 [%r1], 1;
+    bar.sync 0; @!%q1 bra READER; @%q0 st.shared.b32 [%r0], %t;
+    @%q0 mbarrier.arrive{}.shared::cta.b64 _, [%r1]; bra DONE;
+    READER: W: mbarrier.try_wait.parity.shared::cta.b64 %q2, [%r1], 0; @!%q2 bra W;
+    ld.shared.b32 %r2, [%r0]; DONE:""",
             "",
             (".relaxed.cta",),
             id="relaxed arrival",
@@ -159,13 +182,15 @@ def test_stats():
     ],
 )
 def test_data_races_between_warps(body, ordered, racy):
-    head = """.shared .align 4 .b8 s[256]; .shared .align 8 .b64 bar; mov.u32 %r0, s; setp.lt.u32 %q1, %t, 32;
+    head = """.shared .align 4 .b8 s[256]; .shared .align 8 .b64 bar;
+mov.u32 %r0, s; setp.lt.u32 %q1, %t, 32;
 """
     with emulator.options(races=True):
         run(head + body.format(ordered), block=64)
         for order in racy:
             with fails(
-                r"data race on shared offset \d+: .* by warp \d of CTA rank 0 \(PTX line \d+\) is not ordered"
+                r"data race on shared offset \d+: .* by warp \d of CTA rank 0"
+                r" \(PTX line \d+\) is not ordered"
             ):
                 run(head + body.format(order), block=64)
     run(head + body.format(racy[0]), block=64)
@@ -192,22 +217,22 @@ LOOP: add.u32 %r0, %r0, 1; setp.lt.u32 %q, %r0, 300; @%q bra LOOP;
 mov.u32 %r1, %nsmid; st.global.b32 [%d], %r1; }}''')
 
 def num_sms():
-	x = np.zeros(1, np.uint32)
-	emulator.launch("k", (4,), (64,), (x,))
-	return int(x[0])
+    x = np.zeros(1, np.uint32)
+    emulator.launch("k", (4,), (64,), (x,))
+    return int(x[0])
 """
 
 
-def test_threads_launch_with_options_of_their_own():
+def test_options_hold_for_one_thread():
     printed = run_python(f"""{_NUM_SMS}
 wrong = []
-def work(own):
-	for i in range(30):
-		with emulator.options(num_sms=own, mode="chaos" if i % 2 else "eager", seed=i):
-			if num_sms() != own:
-				wrong.append(own)
-		if num_sms() != 4:
-			wrong.append(4)
+def work(number):
+    for i in range(30):
+        with emulator.options(num_sms=number, mode="chaos" if i % 2 else "eager", seed=i):
+            if num_sms() != number:
+                wrong.append(number)
+        if num_sms() != 4:
+            wrong.append(4)
 list(ThreadPoolExecutor(6).map(work, range(5, 11)))
 print(wrong, emulator.stats()["ctas"])
 """)
@@ -216,27 +241,27 @@ print(wrong, emulator.stats()["ctas"])
 
 def test_a_child_forked_while_a_thread_launches_can_launch():
     printed = run_python(f"""{_NUM_SMS}
-inside, leave = threading.Event(), threading.Event()
+inside, release = threading.Event(), threading.Event()
 def hold():
-	with engine.exclusive():
-		inside.set()
-		leave.wait()
+    with engine.exclusive():
+        inside.set()
+        release.wait()
 thread = threading.Thread(target=hold)
 thread.start()
 inside.wait()
 child = os.fork()
 if not child:
-	signal.alarm(60)  # ends a child that hangs
-	os._exit(num_sms())
+    signal.alarm(60)  # ends a child that hangs
+    os._exit(num_sms())
 status = os.waitpid(child, 0)[1]
-leave.set()
+release.set()
 thread.join()
 print(status >> 8, num_sms())
 """)
     assert printed.split() == ["4", "4"]
 
 
-def test_no_compiler(monkeypatch):
+def test_a_missing_compiler_is_reported(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(emulator.BuildError, match=r"no-such-compiler.*apt-get install g\+\+"):
         compilation.compiler()
@@ -244,7 +269,7 @@ def test_no_compiler(monkeypatch):
 
 def test_a_cache_directory_that_cannot_be_used(monkeypatch, tmp_path):
     (tmp_path / "emulator").mkdir()
-    (tmp_path / "emulator").chmod(0o775)  # Others may write it.
+    (tmp_path / "emulator").chmod(0o775)  # Other users may write it.
     (tmp_path / "private").mkdir()
     monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(settings, "_warned", set())
@@ -256,7 +281,7 @@ def test_a_cache_directory_that_cannot_be_used(monkeypatch, tmp_path):
     assert compilation.cache_directory() == directory
 
 
-def test_another_source_is_another_library(monkeypatch, tmp_path):
+def test_the_digest_follows_the_sources(monkeypatch, tmp_path):
     copy = tmp_path / "src"
     shutil.copytree(compilation._SOURCES, copy)
     cxx = compilation.compiler()
@@ -269,8 +294,8 @@ def test_another_source_is_another_library(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def built(monkeypatch, tmp_path):
-    """Lists what was compiled (nothing is, in truth) into a cache folder of its own."""
+def compilations(monkeypatch, tmp_path):
+    """Return the list of (pretended) compilations, with an empty cache folder."""
     compiled = []
 
     def pretend(cxx, work):
@@ -290,18 +315,18 @@ LIBRARY_DAMAGE = DAMAGE | {
 
 
 @pytest.mark.parametrize("damage", LIBRARY_DAMAGE.values(), ids=LIBRARY_DAMAGE)
-def test_a_damaged_library_is_built_anew(built, damage):
+def test_a_damaged_library_is_built_again(compilations, damage):
     build = compilation.build.__wrapped__
     library = build()
     good = library.read_bytes()
-    assert build() == library and len(built) == 1
+    assert build() == library and len(compilations) == 1
     damage(library)
     for _ in range(2):
-        assert build() == library and len(built) == 2
+        assert build() == library and len(compilations) == 2
         assert library.read_bytes() == good
 
 
-def test_a_failed_build_says_why(monkeypatch, tmp_path):
+def test_a_failed_build_is_reported(monkeypatch, tmp_path):
     (tmp_path / "machine.h").write_text("this is no C++")
     monkeypatch.setattr(compilation, "_SOURCES", tmp_path)
     with pytest.raises(emulator.BuildError, match="did not compile"):
@@ -337,9 +362,9 @@ print(compilation.build())"""
     assert not list((cache / "emulator").glob("build-*"))
 
 
-def test_a_folder_in_the_place_of_the_library_is_replaced(tmp_path):
-    built, library = tmp_path / "built.so", tmp_path / "library.so"
-    built.write_bytes(b"code")
+def test_a_folder_named_like_the_library_is_replaced(tmp_path):
+    compilations, library = tmp_path / "compilations.so", tmp_path / "library.so"
+    compilations.write_bytes(b"code")
     (library / "inside").mkdir(parents=True)
-    compilation._install(built, library)
+    compilation._install(compilations, library)
     assert library.read_bytes() == b"code" and compilation._is_intact(library)

@@ -1,13 +1,16 @@
+"""Floating-point instructions against NumPy; the bits of an H200 are in ``test_silicon.py``."""
+
 import numpy as np
 import pytest
 
 from .ptx import elementwise
 
 _EDGES32 = [0, 0x80000000, 0x3F800000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x007FFFFF,
-			0x00800000, 0x7F7FFFFF, 0x33800000]  # fmt: skip
+            0x00800000, 0x7F7FFFFF, 0x33800000]  # fmt: skip
 
 
 def _floats(count):
+    """Return arrays of 512 fp32 numbers; the first 128 are special values."""
     rng = np.random.default_rng(0)
     arrays = []
     for _ in range(count):
@@ -18,18 +21,18 @@ def _floats(count):
     return arrays
 
 
-def _equal(got, want):
-    """Bit for bit, except for which NaN it is."""
+def _assert_equal(got, want):
+    """Check bitwise equality, where any NaN equals any other."""
     nan = np.isnan(got) & np.isnan(want)
     bits = f"u{got.dtype.itemsize}"
     assert ((got.view(bits) == want.view(bits)) | nan).all()
 
 
-def test_min_max():
+def test_max_of_three():
     a, b, c = _floats(3)
     with np.errstate(all="ignore"):
         got = elementwise("max.f32 %out, %a0, %a1, %a2;", a, b, c, out=np.float32) + 0
-        _equal(got, np.fmax(np.fmax(a, b), c) + 0)
+        _assert_equal(got, np.fmax(np.fmax(a, b), c) + 0)
 
 
 @pytest.mark.parametrize(
@@ -43,15 +46,17 @@ def test_min_max():
         ("tanh.approx", np.tanh),
     ],
 )
-def test_approximate(op, reference):
+def test_approximations_are_correctly_rounded(op, reference):
     a = np.geomspace(1e-3, 20, 256).astype(np.float32)
     got = elementwise(f"{op}.f32 %out, %a0;", a, out=np.float32)
     np.testing.assert_allclose(got, reference(a.astype(np.float64)), rtol=2e-5)
 
 
-def test_two_floats_at_once():
+def test_fma_of_two_packed_floats():
     a, b, c = (np.random.default_rng(i).standard_normal((256, 2)).astype(np.float32)
-			   for i in range(3))  # fmt: skip
+               for i in range(3))  # fmt: skip
     packed = [v.view(np.uint64)[:, 0] for v in (a, b, c)]
     got = elementwise("fma.rn.f32x2 %out, %a0, %a1, %a2;", *packed, out=np.uint64)
-    _equal(got.view(np.float32).reshape(-1, 2), (a.astype(np.float64) * b + c).astype(np.float32))
+    _assert_equal(
+        got.view(np.float32).reshape(-1, 2), (a.astype(np.float64) * b + c).astype(np.float32)
+    )

@@ -1,3 +1,5 @@
+"""Integer instructions against Python's integers."""
+
 import operator
 
 import numpy as np
@@ -7,10 +9,11 @@ from .ptx import elementwise
 
 COUNT = 256
 _EDGES = [0, 1, 2, 7, 31, 32, 33, 63, 64, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0x7FFFFFFF, 0x80000000,
-		  0xFFFFFFFF, 1 << 63, (1 << 63) - 1, (1 << 64) - 1]  # fmt: skip
+          0xFFFFFFFF, 1 << 63, (1 << 63) - 1, (1 << 64) - 1]  # fmt: skip
 
 
 def _inputs(bits, count):
+    """Return arrays of 256 unsigned integers; every third is an edge case."""
     rng = np.random.default_rng(0)
     dtype = np.dtype(f"u{bits // 8}")
     arrays = []
@@ -26,7 +29,7 @@ def _signed(v, bits):
 
 
 def _check(ptx, bits, reference, operands=2, out=None):
-    """``reference`` maps unsigned integers to an integer, of which the low bits count."""
+    """Compare with ``reference``, which maps unsigned integers to one whose low bits count."""
     arrays = _inputs(bits, operands)
     out = out or bits
     got = elementwise(ptx, *arrays, out=np.dtype(f"u{out // 8}"))
@@ -37,7 +40,7 @@ def _check(ptx, bits, reference, operands=2, out=None):
 @pytest.mark.parametrize("bits", [16, 32, 64])
 @pytest.mark.parametrize("kind", ["s", "u"])
 @pytest.mark.parametrize("op", ["add", "sub", "mul.lo", "mul.hi", "min", "max", "div", "rem"])
-def test_arithmetic(op, kind, bits):
+def test_integer_arithmetic(op, kind, bits):
     def number(v):
         return _signed(v, bits) if kind == "s" else v
 
@@ -67,21 +70,25 @@ def test_logic_with_a_negative_literal_fits_its_register(op):
 
 
 @pytest.mark.parametrize("bits", [16, 32, 64])
-def test_shifts_clamp(bits):
-    for op, reference in {
-        "shl.b": lambda a, n: a << n,
-        "shr.u": lambda a, n: a >> n,
-        "shr.s": lambda a, n: _signed(a, bits) >> n,
-    }.items():
-        ptx = f".reg .b32 %n; cvt.u32.u{bits} %n, %a1; {op}{bits} %out, %a0, %n;"
-        _check(ptx, bits, lambda a, b, shift=reference: shift(a, min(b & 0xFFFFFFFF, bits)))
+@pytest.mark.parametrize("op", ["shl.b", "shr.u", "shr.s"])
+def test_shifts_clamp(op, bits):
+    def shift(a, n):
+        return {"shl.b": a << n, "shr.u": a >> n, "shr.s": _signed(a, bits) >> n}[op]
+
+    ptx = f".reg .b32 %n; cvt.u32.u{bits} %n, %a1; {op}{bits} %out, %a0, %n;"
+    _check(ptx, bits, lambda a, b: shift(a, min(b & 0xFFFFFFFF, bits)))
 
 
-def test_integer_conversions():
+def test_conversions_extend_the_sign():
     _check("cvt.s64.s32 %out, %a0;", 32, lambda a: _signed(a, 32), 1, 64)
+
+
+def test_conversions_saturate():
     _check(
         "cvt.sat.s16.s32 %out, %a0;", 32, lambda a: min(max(_signed(a, 32), -32768), 32767), 1, 16
     )
-    # A narrow result is truncated, then extended to its register.
+
+
+def test_narrow_results_are_truncated_then_extended_to_the_register():
     ptx = ".reg .b32 %v; cvt.s8.s32 %v, %a0; mov.b32 %out, %v;"
     _check(ptx, 32, lambda a: _signed(a & 0xFF, 8), 1)

@@ -1,3 +1,5 @@
+"""The PTX parser, and the tables that Python and C++ share."""
+
 import re
 from pathlib import Path
 
@@ -13,7 +15,7 @@ HEADER = (Path(emulator.__file__).parent / "src" / "isa.h").read_text()
 
 
 def _enum(name):
-    """(name, value or "") of each member."""
+    """Return (name, value or "") of each member of the C++ enum."""
     body = re.search(rf"enum {name} : \w+ {{(.*?)}}", HEADER, re.DOTALL)
     assert body
     members = (
@@ -24,7 +26,7 @@ def _enum(name):
     return [(name.strip(), value.strip()) for name, _, value in members]
 
 
-def test_flags():
+def test_flags_equal_those_of_the_engine():
     got = {name.removeprefix("F_"): eval(value) for name, value in _enum("Flag")}  # noqa: S307
     assert got == {flag.name: flag.value for flag in isa.Flag}
 
@@ -39,23 +41,26 @@ def test_flags():
         ("Reduction", "ATOM_", [name.upper() for name in isa.REDUCTIONS]),
     ],
 )
-def test_ordered_tables(enum, prefix, names):
+def test_tables_have_the_order_of_the_engine(enum, prefix, names):
     assert [name.removeprefix(prefix) for name, _ in _enum(enum)] == names
 
 
-def test_layouts():
+def test_records_have_the_sizes_of_the_engine():
     assert isa.INSTRUCTION.itemsize == 48
     assert isa.OPERAND.itemsize == 16
 
 
-def test_literals():
-    wanted = {"0f3F800000": 0x3F800000, "0dBFF0000000000000": 0xBFF0000000000000}
-    wanted |= {"-0x10": -16, "017": 15, "12U": 12, "1.5": 0x3FC00000, "%r1": None}
-    assert {text: literal(text) for text in wanted} == wanted
+def test_literals_are_parsed():
+    expected = {"0f3F800000": 0x3F800000, "0dBFF0000000000000": 0xBFF0000000000000}
+    expected |= {"-0x10": -16, "017": 15, "12U": 12, "1.5": 0x3FC00000, "%r1": None}
+    assert {text: literal(text) for text in expected} == expected
 
 
-def test_operands_and_statements():
+def test_operands_are_split_outside_of_brackets():
     assert split_operands("{%a, %b}, [%c, {%d, %e}], 3") == ["{%a, %b}", "[%c, {%d, %e}]", "3"]
+
+
+def test_statements_have_their_kind_and_line():
     text = strip_comments("a; // b;\n/* c;\n d; */ L: { e f, g; }\n.loc 1 2 3\nh;")
     got = [(s.kind, s.text, s.line) for s in statements(text, 1)]
     assert got == [
@@ -92,6 +97,6 @@ def test_unknown_opcode_is_an_error_only_when_reached():
 @pytest.mark.parametrize(
     "body", ["bra NOWHERE;", "mov.b32 %r0, 1", "@%q bra L; L:", ".reg .b32 %r<1>; {"]
 )
-def test_unreadable_ptx(body):
+def test_invalid_ptx_raises(body):
     with pytest.raises(emulator.PtxError):
         _parse(body)

@@ -1,3 +1,5 @@
+"""Instructions against the recorded answers of an H200, bit for bit."""
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ def recorded(engine):
 
 
 @pytest.mark.parametrize(("index", "snippet"), list(enumerate(silicon.SNIPPETS)))
-def test_equals_h200(recorded, index, snippet):
+def test_an_instruction_gives_the_bits_of_an_h200(recorded, index, snippet):
     x, answers = recorded
     out = np.full(len(x), 0xCDCDCDCDCDCDCDCD, np.uint64)
     emulator.launch(f"k{index}", (len(x) // 256,), (256,), (x, out))

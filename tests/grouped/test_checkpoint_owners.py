@@ -344,7 +344,7 @@ def test_quantized_weights_that_are_trained_are_not_replaced_by_frozen_ones(low,
     grouped.prepare(model, grouped.NVFP4(), trainable=True)
     before = {name: (p, p._version) for name, p in model.named_parameters()}
     with pytest.raises(
-        ValueError, match="gate_up.weight is quantized and takes gradients.*requires_grad_"
+        ValueError, match="gate_up.weight is quantized and requires gradients.*requires_grad_"
     ):
         checkpoint.load(model, low)
     assert all(

@@ -1,11 +1,14 @@
 """``to_parts`` and ``from_parts``: plain tensors of a GroupedTensor for files."""
 
+import pickle
+import pickletools
+
 import pytest
 import torch
 
 import grouped
 from cute_kernels import formats
-from grouped import GroupedTensor
+from grouped import GroupedTensor, recipes
 from tests.helpers import (
     E4M3,
     F32,
@@ -189,3 +192,13 @@ def test_to_parts_needs_a_rowwise_copy():
     ):
         with pytest.raises(ValueError, match="to_parts is of the rowwise copy"):
             q.to_parts()
+
+
+def test_pickles_name_the_module_of_the_first_release():
+    """Files of release 0.1.0 load, and it loads new files."""
+    q = grouped.quantize(sample(2, 32, 64), grouped.NVFP4())
+    names = [argument for opcode, argument, _ in pickletools.genops(pickle.dumps(q, protocol=2))]
+    assert "grouped.tensor _rebuild" in names
+    assert GroupedTensor.__module__ == "grouped.tensor"
+    assert grouped.tensor.GroupedTensor is GroupedTensor
+    assert recipes.NVFP4.__module__ == "grouped.recipes"

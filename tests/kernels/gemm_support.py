@@ -102,7 +102,7 @@ def quantize(x, offs, fmt, columnwise=False):
         columnwise=columnwise,
     )
     out = {name: _poisoned(spec) for name, spec in specs.items()}
-    reference.quantize(reference.Elements(x), Groups.of(x.shape, offs, x.device), fmt, out)
+    reference.quantize(reference.Elements(x), Groups.from_shape(x.shape, offs, x.device), fmt, out)
     codes, *rest = (out[name] for name in fmt.operand_names(columnwise))
     scales = rest.pop(0) if fmt.scale is not None else None
     return Operand(codes, scales, *rest[:1], fmt=fmt, columnwise=columnwise)

@@ -124,8 +124,12 @@ def ragged(rows, cols, offs, dtype="bfloat16", seed=0):
 
 def expected(problem, fmt, rowwise, columnwise, given=None, drawn=(0, 0)):
     out = problem.buffers(fmt, rowwise, columnwise)
-    draws = reference.KeyedDraws(SEED, problem.x.shape[-1], drawn) if fmt.is_stochastic else None
-    beside = reference.Given(given, problem.scales(fmt), draws)
+    draws = (
+        reference.SeededRandomNumbers(SEED, problem.x.shape[-1], drawn)
+        if fmt.is_stochastic
+        else None
+    )
+    beside = reference.QuantizeInputs(given, problem.scales(fmt), draws)
     reference.quantize(reference.Elements(problem.x), problem.groups, fmt, out, beside)
     return out
 

@@ -118,7 +118,7 @@ def test_faults():
             6,
             "nvfp4:row_scaled",
             ValueError,
-            "weights have second levels of groups, which nvfp4:row_scaled has not",
+            "weights need a global scale per group, got nvfp4:row_scaled",
         ),
     ):
         with pytest.raises(error, match=message):

@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels import backend
 from cute_kernels.formats import FP8, NVFP4, parse
-from cute_kernels.layout.buffers import buffers, member_parts
+from cute_kernels.layout.buffers import buffers, member_spans
 from tests.helpers import (
     BF16,
     DIRECTIONS,
@@ -77,7 +77,7 @@ def check_against_members(fmt, members, directions, amax=None):
     out = ops.grouped_quantize(x, fmt.text, None, amax, *directions, scale, shapes=flat(shapes))
     got, want = named(fmt, shapes, directions, out), alone(fmt, members, directions, amax, scale)
     asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
-    parts = member_parts(fmt, shapes, **asked)
+    parts = member_spans(fmt, shapes, **asked)
     decoded = {
         way: decode(fmt, got, len(x), way, flat(shapes))
         for way, on in zip((False, True), directions, strict=True)
@@ -86,7 +86,7 @@ def check_against_members(fmt, members, directions, amax=None):
     start = 0
     for i, (copy, (m, n)) in enumerate(zip(want, shapes, strict=True)):
         for name, buffer in copy.items():
-            assert_same_bytes(parts[name][i].of(got[name]), buffer, f"{name} of member {i}")
+            assert_same_bytes(parts[name][i].view_of(got[name]), buffer, f"{name} of member {i}")
         for way, values in decoded.items():
             assert_same_bytes(
                 values[start : start + m * n],
@@ -149,13 +149,13 @@ def test_many_members(text):
     x = sample(live(shapes))
     out = ops.grouped_quantize(x, fmt.text, None, None, True, False, shapes=flat(shapes))
     got = named(fmt, shapes, (True, False), out)
-    parts = member_parts(fmt, shapes)
+    parts = member_spans(fmt, shapes)
     start = 0
     for i, (m, n) in enumerate(shapes):
         if i % 103 == 0:
             (want,) = alone(fmt, [x[start : start + m * n].view(m, n)], (True, False))
             for name, buffer in want.items():
-                assert_same_bytes(parts[name][i].of(got[name]), buffer, name)
+                assert_same_bytes(parts[name][i].view_of(got[name]), buffer, name)
         start += m * n
 
 
@@ -167,7 +167,7 @@ def test_only_the_parts_of_members_are_written(fmt):
     out = [poisoned(t) for t in want]
     ops.grouped_quantize_out(x, fmt.text, None, None, True, True, shapes=flat(shapes), out=out)
     got = named(fmt, shapes, (True, True), out)
-    for name, parts in member_parts(fmt, shapes, columnwise=True).items():
+    for name, parts in member_spans(fmt, shapes, columnwise=True).items():
         outside = got[name].view(U8).clone()
         size = got[name].itemsize
         for part in parts:

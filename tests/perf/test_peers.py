@@ -9,7 +9,7 @@ from cute_kernels import backend
 from cute_kernels.reference.scales import tile_scales
 from perf.cases import GroupedShape
 from perf.measure import meter_of
-from perf.measure.emulator import claim
+from perf.measure.emulator import bind_compiler
 from perf.operands import Operands
 from perf.peers import PEERS, all_peers, cutlass, pytorch, quack
 from perf.peers.base import NOISE, linear_nvfp4, padded_rows, row_scales, unpadded_rows
@@ -157,7 +157,7 @@ def test_checkouts_are_named(tmp_path):
 @pytest.mark.parametrize("fmt", cutlass._FORMATS)
 def test_products_of_nvidias_example_have_our_bits(fmt):
     """In a process of its own: the DSL binds to the emulator."""
-    claim("sm_100a")
+    bind_compiler("sm_100a")
     work = Operands(GroupedShape("small", "up", 4, 384, 512), 256, "fprop", "37 150 1 68", CPU)
     for tile in cutlass._TILES:
         call = cutlass._Call(Path(os.environ["CUTLASS"]), work, fmt, tile, 4)

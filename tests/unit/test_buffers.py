@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_kernels.formats import FP8, NVFP4, parse
-from cute_kernels.layout.buffers import buffers, member_parts
+from cute_kernels.layout.buffers import buffers, member_spans
 
 T, K, G, N = 300, 416, 5, 200
 
@@ -41,7 +41,7 @@ SHAPES = [(5, 48), (0, 32), (130, 16), (1, 160)]
 def test_flat_buffers_concatenate_the_buffers_of_the_members(text):
     fmt = parse(text)
     flat = buffers(fmt, (10_000,), None, columnwise=True, shapes=SHAPES)
-    member_slices = member_parts(fmt, SHAPES, columnwise=True)
+    member_slices = member_spans(fmt, SHAPES, columnwise=True)
     separate = [buffers(fmt, (1, *shape), None, columnwise=True) for shape in SHAPES]
     assert all(list(flat) == list(other_names) for other_names in (member_slices, *separate))
     for name, spec in flat.items():
@@ -51,7 +51,7 @@ def test_flat_buffers_concatenate_the_buffers_of_the_members(text):
         alignment, start = 1 if is_vector else 128 // spec.dtype.itemsize, 0
         for member, expected in zip(member_slices[name], separate, strict=True):
             assert (member.start, member.spec) == (start, expected[name])
-            view = member.of(buffer)
+            view = member.view_of(buffer)
             assert view.shape == member.spec.shape
             assert not view.numel() or view.stride() == member.spec.strides
             assert (

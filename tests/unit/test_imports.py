@@ -29,10 +29,14 @@ LAYERS = {
     "cute_kernels.ops": 8,
     "cute_kernels.testing": 9,
     "cute_kernels": 10,  # Public names and command lines.
-    "grouped.tensor": 11,
-    "grouped.functional": 12,
-    "grouped.nn": 14,
-    "grouped": 15,
+    "grouped.tracing": 11,
+    "grouped.tensor": 12,
+    "grouped.ownership": 13,
+    "grouped.recipes": 13,
+    "grouped.functional": 14,
+    "grouped.inspect": 15,
+    "grouped.nn": 16,
+    "grouped": 17,
 }
 #: How a configuration names its kernel, which the runtime imports: ``"package.module:Name"``.
 NAMED = re.compile(r"((?:cute_kernels|grouped)(?:\.\w+)*):(\w+)")

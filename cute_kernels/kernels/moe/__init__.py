@@ -1,3 +1,1 @@
-"""Kernels of a mixture of experts between its products: configurations in ``config``, kernels
-beside.
-"""
+"""Kernels of a mixture of experts between its GEMMs."""

@@ -1,7 +1,7 @@
-"""An activation of the rows of experts, and its gradient with that of the rows' weights.
+"""Activation of the rows of experts, and its gradient with that of the rows' routing weights.
 
-A warp takes a row, a lane eight neighbouring columns of every 256. The sum that is the gradient of
-a row's weight stays in its warp: ``cute_kernels.reference.moe`` states its order.
+A warp takes a row. A lane takes eight neighbouring columns of every 256. The sum that gives the
+gradient of a row's weight stays in its warp; ``cute_kernels.reference.moe`` defines its order.
 """
 
 from typing import Any
@@ -37,6 +37,7 @@ class ActivateKernel(GridKernel):
 
     @staticmethod
     def fake_args(config: ActivateConfig) -> tuple[Any, ...]:
+        """Return stand-ins for the arguments, see ``ActivateConfig.kernel``."""
         rows, pairs = cute.sym_int(), cute.sym_int()
         multiple = _RUN if config.vectorized else 1
         narrow = cute.sym_int(divisibility=multiple)
@@ -74,6 +75,18 @@ class ActivateKernel(GridKernel):
         scaled: cute.Tensor | None,
         dweight: cute.Tensor | None,
     ) -> None:
+        """Compute the activation or its gradient, row by row.
+
+        Args:
+            x: (R, W) input; W is 2 N if the activation is gated.
+            grad: (R, N) gradient of the weighted activation, or None.
+            offs: (E,) int32 end rows, or None.
+            weight: (T * top_k,) fp32 routing weights, or None.
+            pair: (R,) int32 index of each row's weight, or None.
+            out: (R, N) activation, or (R, W) gradient of x.
+            scaled: (R, N) weighted activation, or None.
+            dweight: (T * top_k,) fp32 gradient of the weights, or None.
+        """
         lane = cute.arch.lane_idx()
         row = cute.arch.block_idx()[0] * _WARPS + cute.arch.thread_idx()[0] // WARP_SIZE
         rows, step = x.shape[0], cute.arch.grid_dim()[0] * _WARPS
@@ -83,14 +96,14 @@ class ActivateKernel(GridKernel):
         if const_expr(self.act.is_gated):
             cols = cols // 2
         while row < rows:
-            p, at, total = Float32(1.0), Int32(-1), Float32(0.0)
+            p, pair_index, total = Float32(1.0), Int32(-1), Float32(0.0)
             if const_expr(weight is not None):
                 p = Float32(0.0)
-                at = pair[row]
-                if at >= 0 and at < weight.shape[0]:
-                    p = weight[at]
+                pair_index = pair[row]
+                if pair_index >= 0 and pair_index < weight.shape[0]:
+                    p = weight[pair_index]
             column = lane * _RUN
-            # As many turns for all lanes.
+            # All lanes take the same number of iterations, because of the shuffles.
             for _ in cutlass.range((cols + WARP_SIZE * _RUN - 1) // (WARP_SIZE * _RUN), unroll=1):
                 inputs = self.inputs(x, row, column, cols)
                 if const_expr(not self.config.gradient):
@@ -99,22 +112,25 @@ class ActivateKernel(GridKernel):
                 else:
                     g = self.load(grad, row, column, _RUN, column, cols)
                     if const_expr(weight is None):
-                        made = activated(self.act, True, self.config.arch, [*inputs, g])
+                        gradients = activated(self.act, True, self.config.arch, [*inputs, g])
                     else:
-                        made, a, of_half = weighted_gradient(self.act, self.config, inputs, g, p)
-                        self.store(scaled, row, column, a, column, cols)
+                        gradients, weighted_activation, half_sum = weighted_gradient(
+                            self.act, self.config, inputs, g, p
+                        )
+                        self.store(scaled, row, column, weighted_activation, column, cols)
                         # Half a warp has the sum of a tile.
-                        other = cute.arch.shuffle_sync_bfly(of_half, WARP_SIZE // 2)
-                        total = add_rn(add_rn(total, of_half), other)
-                    self.store_gradient(out, row, column, made, cols)
+                        second_half = cute.arch.shuffle_sync_bfly(half_sum, WARP_SIZE // 2)
+                        total = add_rn(add_rn(total, half_sum), second_half)
+                    self.store_gradient(out, row, column, gradients, cols)
                 column += WARP_SIZE * _RUN
             if const_expr(weight is not None):
                 if lane == 0:
-                    if at >= 0 and at < weight.shape[0]:
-                        dweight[at] = total
+                    if pair_index >= 0 and pair_index < weight.shape[0]:
+                        dweight[pair_index] = total
             row += step
 
     def inputs(self, x: cute.Tensor, row: Int32, column: Int32, cols: Int32) -> list[list[Float32]]:
+        """Load eight columns of x, or of both of its halves."""
         if not self.act.is_gated:
             return [self.load(x, row, column, _RUN, column, cols)]
         if self.config.interleaved:
@@ -123,22 +139,31 @@ class ActivateKernel(GridKernel):
         return [self.load(x, row, start + column, _RUN, column, cols) for start in (0, cols)]
 
     def store_gradient(
-        self, out: cute.Tensor, row: Int32, column: Int32, made: list[list[Float32]], cols: Int32
+        self,
+        out: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        gradients: list[list[Float32]],
+        cols: Int32,
     ) -> None:
+        """Store eight columns of the gradient of x, or of both of its halves."""
         if not self.act.is_gated:
-            self.store(out, row, column, made[0], column, cols)
+            self.store(out, row, column, gradients[0], column, cols)
         elif self.config.interleaved:
-            pairs = [number for pair in zip(*made, strict=True) for number in pair]
+            pairs = [number for pair in zip(*gradients, strict=True) for number in pair]
             self.store(out, row, 2 * column, pairs, 2 * column, 2 * cols)
         else:
-            for start, numbers in zip((0, cols), made, strict=True):
+            for start, numbers in zip((0, cols), gradients, strict=True):
                 self.store(out, row, start + column, numbers, column, cols)
 
     def load(
-        self, x: cute.Tensor, row: Int32, place: Int32, count: int, index: Int32, end: Int32
+        self, x: cute.Tensor, row: Int32, column: Int32, count: int, index: Int32, end: Int32
     ) -> list[Float32]:
-        """``count`` numbers of a row from ``place`` on, zeros unless ``index`` ... < ``end``."""
-        start = x.iterator.toint() + (Int64(row) * x.shape[1] + place) * self.size
+        """Load ``count`` numbers of a row from ``column`` on.
+
+        Number i is zero unless ``index + i < end``.
+        """
+        start = x.iterator.toint() + (Int64(row) * x.shape[1] + column) * self.size
         step = 16 // self.size if self.config.vectorized else 1
         numbers: list[Float32] = []
         for i in range(0, count, step):
@@ -151,13 +176,13 @@ class ActivateKernel(GridKernel):
         self,
         x: cute.Tensor,
         row: Int32,
-        place: Int32,
+        column: Int32,
         numbers: list[Float32],
         index: Int32,
         end: Int32,
     ) -> None:
-        """Write numbers of a row, those whose ``index`` ... < ``end``."""
-        start = x.iterator.toint() + (Int64(row) * x.shape[1] + place) * self.size
+        """Store the numbers of a row for which ``index + i < end``."""
+        start = x.iterator.toint() + (Int64(row) * x.shape[1] + column) * self.size
         if const_expr(self.config.vectorized):
             if index < end:
                 words = pack_words(numbers, self.config.dtype)

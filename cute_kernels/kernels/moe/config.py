@@ -1,4 +1,4 @@
-"""What the kernels of a mixture of experts are compiled for; shapes stay dynamic."""
+"""Configurations of the kernels of a mixture of experts; shapes stay dynamic."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,23 +6,36 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """The stable counting sort of tokens by expert; each of the CTAs of a cluster counts all pairs."""
+    """The stable counting sort of (token, expert) pairs by expert.
+
+    Each CTA of a cluster counts all pairs.
+
+    Attributes:
+        ids: Data type of the expert ids, ``"int32"`` or ``"int64"``.
+        ctas: CTAs of a cluster.
+        warps: Warps of a CTA.
+    """
 
     ids: str = "int64"
     ctas: int = 8
     warps: int = 32
 
-    #: The compiled function takes (expert_ids, offs, token, pair, row, top_k): expert_ids, token,
-    #: pair and row of n = T * top_k elements, offs (E,), all but the ids int32.
+    #: The compiled function takes (expert_ids, offs, token, pair, row, top_k). ``expert_ids``,
+    #: ``token``, ``pair``, ``row``: (T * top_k,); ``offs``: (E,). All but the ids are int32.
     kernel: ClassVar[str] = "cute_kernels.kernels.moe.routing:RoutingKernel"
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """The choice of experts by logits.
+    """The choice of experts from logits.
 
-    ``per_lane``: scores of a lane, a power of two; ``biased``: there is a selection bias; ``ends``:
-    tokens end somewhere.
+    Attributes:
+        score: Score of an expert, ``"softmax"`` or ``"sigmoid"``.
+        renormalize: Weights of a token are divided by their sum.
+        per_lane: Scores per lane, a power of two.
+        biased: A bias is added to the scores for the choice.
+        grouped: Experts are chosen from the best groups of experts.
+        has_end: Tokens from a device-side end on get no experts.
     """
 
     score: str
@@ -30,58 +43,71 @@ class RouterConfig:
     per_lane: int = 4
     biased: bool = False
     grouped: bool = False
-    ends: bool = False
+    has_end: bool = False
 
     #: The compiled function takes (logits, bias, end, weights, ids, scores, groups, top_groups,
-    #: factor, num_sms): logits and scores (T, E), bias (E,) or None, weights (T, k) fp32, end (1,)
-    #: int32 or None, ids (T, k) int64.
+    #: factor, num_sms). ``logits``, ``scores``: (T, E) fp32. ``bias``: (E,) fp32 or None.
+    #: ``weights``: (T, top_k) fp32. ``end``: (1,) int32 or None. ``ids``: (T, top_k) int64.
     kernel: ClassVar[str] = "cute_kernels.kernels.moe.router:RouterKernel"
 
 
 @dataclass(frozen=True)
 class RouterGradientConfig:
-    """The gradient of that, attributes as there;
+    """The gradient of ``RouterConfig``.
 
-    ``biased``: of scores, too; ``in_parts``: as three bf16 numbers.
+    Attributes:
+        score: As in ``RouterConfig``.
+        renormalize: As in ``RouterConfig``.
+        per_lane: As in ``RouterConfig``.
+        biased: The scores have a gradient, too.
+        split_bf16: The output is three bf16 numbers whose sum is the gradient.
     """
 
     score: str
     renormalize: bool = True
     per_lane: int = 4
     biased: bool = False
-    in_parts: bool = False
+    split_bf16: bool = False
 
-    #: The compiled function takes (dweights, dscores, ids, scores, dlogits, factor, num_sms),
-    #: shapes as there.
+    #: The compiled function takes (dweights, dscores, ids, scores, dlogits, factor, num_sms).
+    #: ``dweights``: (T, top_k) fp32. ``dscores``: (T, E) fp32 or None. ``ids``: (T, top_k) int64.
+    #: ``scores``: (T, E) fp32. ``dlogits``: (T, E) fp32, or (T, 3 E) bf16 if ``split_bf16``.
     kernel: ClassVar[str] = "cute_kernels.kernels.moe.router:RouterGradientKernel"
 
 
 @dataclass(frozen=True)
 class GatherConfig:
-    """Rows by an index; a lane moves ``width`` bytes at once, which divide the bytes of a row: 16,
-    4 or 2.
+    """Rows of a matrix by an index.
+
+    Attributes:
+        width: Bytes that a lane moves at once, 16, 4 or 2; they divide the bytes of a row.
     """
 
     width: int = 16
 
-    #: The compiled function takes (x, index, out, num_sms): x (T, W) and out (R, W) integers of 4
-    #: bytes, or 2 where that is the width; index (R,) int32.
+    #: The compiled function takes (x, index, out, num_sms). ``x``: (T, W), ``out``: (R, W), both
+    #: integers of 4 bytes, or of 2 bytes if ``width`` is 2. ``index``: (R,) int32.
     kernel: ClassVar[str] = "cute_kernels.kernels.moe.gather_combine:GatherKernel"
 
 
 @dataclass(frozen=True)
-class SpreadConfig(GatherConfig):
-    """The same token by token: one read of each row of x."""
+class ScatterConfig(GatherConfig):
+    """``GatherConfig``, token by token: each row of x is read once and written to all its rows."""
 
-    #: The compiled function takes (x, index, row, out, num_sms), row (T, k) int32.
-    kernel: ClassVar[str] = "cute_kernels.kernels.moe.gather_combine:SpreadKernel"
+    #: The compiled function takes (x, index, row, out, num_sms). ``row``: (T, top_k) int32, the
+    #: inverse of the index.
+    kernel: ClassVar[str] = "cute_kernels.kernels.moe.gather_combine:ScatterKernel"
 
 
 @dataclass(frozen=True)
 class CombineConfig:
     """The weighted sum of each token's rows.
 
-    With ``vectorized`` rows and sums are read and written 16 bytes of a row at a time.
+    Attributes:
+        dtype: Data type of the rows.
+        out: Data type of the sums.
+        weighted: Rows are multiplied by weights.
+        vectorized: Rows and sums are read and written 16 bytes of a row at a time.
     """
 
     dtype: str = "bfloat16"
@@ -89,17 +115,24 @@ class CombineConfig:
     weighted: bool = True
     vectorized: bool = True
 
-    #: The compiled function takes (h, row, weight, y, num_sms): h (R, H), row (T, k) int32, weight
-    #: (T, k) fp32 or None, y (T, H).
+    #: The compiled function takes (expert_output, row, weight, y, num_sms). ``expert_output``:
+    #: (R, H). ``row``: (T, top_k) int32. ``weight``: (T, top_k) fp32 or None. ``y``: (T, H).
     kernel: ClassVar[str] = "cute_kernels.kernels.moe.gather_combine:CombineKernel"
 
 
 @dataclass(frozen=True)
 class ActivateConfig:
-    """An activation of the rows of experts, or its gradient, with that of weights if rows have any.
+    """An activation of the rows of experts, or its gradient with that of the routing weights.
 
-    With ``ragged`` rows of a tail are left alone; with ``vectorized`` eight columns of the result
-    are 16 bytes or more.
+    Attributes:
+        activation: Text of the activation.
+        arch: Name of the architecture.
+        dtype: Data type of inputs and outputs.
+        gradient: Compute the gradient.
+        weighted: Rows have routing weights; for gradients only.
+        interleaved: The halves of a gated activation alternate column by column.
+        ragged: Rows behind the last group are not written.
+        vectorized: Eight columns of the result are 16 bytes or more and are accessed at once.
     """
 
     activation: str
@@ -111,7 +144,8 @@ class ActivateConfig:
     ragged: bool = True
     vectorized: bool = True
 
-    #: The compiled function takes (x, grad, offs, weight, pair, out, scaled, dweight, num_sms):
-    #: x (R, W); grad (R, N), weight and dweight (T * k,) fp32, pair (R,) int32 and scaled (R, N),
-    #: each None where there is none; out (R, N), or (R, W) of a gradient.
+    #: The compiled function takes (x, grad, offs, weight, pair, out, scaled, dweight, num_sms),
+    #: with None for each one that the configuration does not use. ``x``: (R, W). ``grad``,
+    #: ``scaled``: (R, N). ``weight``, ``dweight``: (T * top_k,) fp32. ``pair``: (R,) int32.
+    #: ``out``: (R, N), or (R, W) for gradients.
     kernel: ClassVar[str] = "cute_kernels.kernels.moe.activate:ActivateKernel"

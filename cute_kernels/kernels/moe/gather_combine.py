@@ -1,6 +1,6 @@
-"""Rows of tokens to rows of experts by an index, and back as weighted sums.
+"""Gather of token rows to expert rows, and combination of expert rows to weighted sums per token.
 
-A warp takes a strip of a row at a time. Every lane has its loads under way before it uses any.
+A warp takes a strip of a row at a time. Every lane has its loads in flight before it uses any.
 """
 
 from typing import Any
@@ -18,12 +18,12 @@ from .config import CombineConfig, GatherConfig
 
 _WARPS = 8
 _THREADS = _WARPS * WARP_SIZE
-#: Loads of a lane at a time.
+#: Loads that a lane has in flight.
 _LOADS = 4
 
 
 class GatherKernel(GridKernel):
-    """``out[r] = x[index[r]]``, zeros where the index is none of x's rows."""
+    """``out[r] = x[index[r]]``, or zeros if the index is no row of x."""
 
     ctas_per_sm, num_threads = 8, _THREADS
 
@@ -33,7 +33,7 @@ class GatherKernel(GridKernel):
 
     @staticmethod
     def fake_args(config: GatherConfig) -> tuple[Any, ...]:
-        """Stand-ins for (x, index, out, num_sms, stream)."""
+        """Return stand-ins for (x, index, out, num_sms, stream)."""
         element, width = (Int16 if config.width == 2 else Int32), config.width
         rows = cute.sym_int()
         cols = cute.sym_int(divisibility=max(1, width // 4))
@@ -43,6 +43,13 @@ class GatherKernel(GridKernel):
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, index: cute.Tensor, out: cute.Tensor) -> None:
+        """Copy rows, strip by strip.
+
+        Args:
+            x: (T, W) integers.
+            index: (R,) int32.
+            out: (R, W) integers.
+        """
         tid, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.block_idx()[0] * _WARPS + tid // WARP_SIZE
         row_bytes = x.shape[1] * (x.element_type.width // 8)
@@ -51,47 +58,57 @@ class GatherKernel(GridKernel):
         item, step = Int64(warp), cute.arch.grid_dim()[0] * _WARPS
         while item < items:
             r = Int32(item // strips)
-            at = Int32(item - Int64(r) * strips) * self.strip + lane * self.width
+            byte = Int32(item - Int64(r) * strips) * self.strip + lane * self.width
             source = index[r]
             end = row_bytes
             if source < 0 or source >= x.shape[0]:
                 source, end = Int32(0), Int32(0)
-            self.store(out, r, at, self.load(x, source, at, end))
+            self.store(out, r, byte, self.load(x, source, byte, end))
             item += step
 
-    def load(self, x: cute.Tensor, row: Int32, at: Int32, end: Int32) -> list[list[Uint32]]:
-        """A lane's part of a strip of a row from byte ``at`` on; zeros from ``end`` on."""
-        from_ = x.iterator.toint() + Int64(row) * (x.shape[1] * (x.element_type.width // 8))
-        ats = [at + i * (WARP_SIZE * self.width) for i in range(_LOADS)]
-        return [load_global_if(from_ + a, self.width, a, end) for a in ats]
+    def load(self, x: cute.Tensor, row: Int32, byte: Int32, end: Int32) -> list[list[Uint32]]:
+        """Load a lane's share of a strip from ``byte`` of a row on; zeros from byte ``end`` on."""
+        row_address = x.iterator.toint() + Int64(row) * (x.shape[1] * (x.element_type.width // 8))
+        bytes_in_row = [byte + i * (WARP_SIZE * self.width) for i in range(_LOADS)]
+        return [
+            load_global_if(row_address + offset, self.width, offset, end) for offset in bytes_in_row
+        ]
 
     @cute.jit
-    def store(self, out: cute.Tensor, row: Int32, at: Int32, strip: list[list[Uint32]]) -> None:
-        """Write that to a row of the output."""
+    def store(self, out: cute.Tensor, row: Int32, byte: Int32, strip: list[list[Uint32]]) -> None:
+        """Store a lane's share of a strip to a row of the output."""
         row_bytes = out.shape[1] * (out.element_type.width // 8)
-        to = out.iterator.toint() + Int64(row) * row_bytes + at
+        target = out.iterator.toint() + Int64(row) * row_bytes + byte
         for i in cutlass.range_constexpr(_LOADS):
-            after = i * (WARP_SIZE * self.width)
-            if at + after < row_bytes:
+            offset = i * (WARP_SIZE * self.width)
+            if byte + offset < row_bytes:
                 if cutlass.const_expr(self.width == 2):
-                    store_global_half(to + after, strip[i][0])
+                    store_global_half(target + offset, strip[i][0])
                 else:
-                    store_global(to + after, strip[i])
+                    store_global(target + offset, strip[i])
 
 
-class SpreadKernel(GatherKernel):
-    """The same token by token: ``out[row[t, k]] = x[t]``, where the index names a row of x."""
+class ScatterKernel(GatherKernel):
+    """``out[row[t, k]] = x[t]``: the same as ``GatherKernel``, token by token."""
 
     @classmethod
     def fake_args(cls, config: GatherConfig) -> tuple[Any, ...]:
-        """Stand-ins for (x, index, row, out, num_sms, stream)."""
-        x, index, *rest = super().fake_args(config)
-        return (x, index, compact(Int32, x.shape[0], cute.sym_int(), align=4), *rest)
+        """Return stand-ins for (x, index, row, out, num_sms, stream)."""
+        x, index, *remaining = super().fake_args(config)
+        return (x, index, compact(Int32, x.shape[0], cute.sym_int(), align=4), *remaining)
 
     @cute.kernel
     def kernel(
         self, x: cute.Tensor, index: cute.Tensor, row: cute.Tensor, out: cute.Tensor
     ) -> None:
+        """Copy each token to its rows, then write zeros to rows without a token.
+
+        Args:
+            x: (T, W) integers.
+            index: (R,) int32.
+            row: (T, top_k) int32, the inverse of the index.
+            out: (R, W) integers.
+        """
         tid, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp, step = (
             cute.arch.block_idx()[0] * _WARPS + tid // WARP_SIZE,
@@ -102,10 +119,10 @@ class SpreadKernel(GatherKernel):
         items, item, top_k = Int64(x.shape[0]) * strips, Int64(warp), row.shape[1]
         while item < items:
             t = Int32(item // strips)
-            at = Int32(item - Int64(t) * strips) * self.strip + lane * self.width
-            strip, k = self.load(x, t, at, row_bytes), Int32(0)
+            byte = Int32(item - Int64(t) * strips) * self.strip + lane * self.width
+            strip, k = self.load(x, t, byte, row_bytes), Int32(0)
             while k < top_k:
-                # All before the first store, which could be to them as far as a compiler knows.
+                # Read all rows before the first store, which the compiler must assume to alias.
                 rows = []
                 for i in cutlass.range_constexpr(_LOADS):
                     r = Int32(-1)
@@ -114,27 +131,30 @@ class SpreadKernel(GatherKernel):
                     rows.append(r)
                 for i in cutlass.range_constexpr(_LOADS):
                     if rows[i] >= 0 and rows[i] < out.shape[0]:
-                        self.store(out, rows[i], at, strip)
+                        self.store(out, rows[i], byte, strip)
                 k += _LOADS
             item += step
-        # Rows of no token: which of 32 they are.
-        first, zeros = Int32(warp) * WARP_SIZE, [[Uint32(0)] * max(1, self.width // 4)] * _LOADS
-        while first < out.shape[0]:
+        # Rows without a token: each bit of a ballot is one of 32 rows.
+        first_row, zeros = Int32(warp) * WARP_SIZE, [[Uint32(0)] * max(1, self.width // 4)] * _LOADS
+        while first_row < out.shape[0]:
             is_none = False
-            if first + lane < out.shape[0]:
-                token = index[first + lane]
+            if first_row + lane < out.shape[0]:
+                token = index[first_row + lane]
                 is_none = token < 0 or token >= x.shape[0]
-            left = Uint32(cute.arch.vote_ballot_sync(is_none))
-            while left != 0:
-                r = first + (31 - cute.arch.clz(left & (~left + 1)))
-                for at in cutlass.range(lane * self.width, row_bytes, self.strip, unroll=1):
-                    self.store(out, r, at, zeros)
-                left = left & (left - 1)
-            first += step * WARP_SIZE
+            unused_rows = Uint32(cute.arch.vote_ballot_sync(is_none))
+            while unused_rows != 0:
+                r = first_row + (31 - cute.arch.clz(unused_rows & (~unused_rows + 1)))
+                for byte in cutlass.range(lane * self.width, row_bytes, self.strip, unroll=1):
+                    self.store(out, r, byte, zeros)
+                unused_rows = unused_rows & (unused_rows - 1)
+            first_row += step * WARP_SIZE
 
 
 class CombineKernel(GridKernel):
-    """``y[t] = sum over k of weight[t, k] * h[row[t, k]]``, in fp32 and in the order of k."""
+    """Weighted sums of the rows of each token.
+
+    ``y[t] = sum over k of weight[t, k] * expert_output[row[t, k]]``, in fp32 and in the order of k.
+    """
 
     ctas_per_sm, num_threads = 8, _THREADS
 
@@ -144,7 +164,7 @@ class CombineKernel(GridKernel):
 
     @staticmethod
     def fake_args(config: CombineConfig) -> tuple[Any, ...]:
-        """Stand-ins for (h, row, weight, y, num_sms, stream)."""
+        """Return stand-ins for (expert_output, row, weight, y, num_sms, stream)."""
         tokens, top_k = cute.sym_int(), cute.sym_int()
         width = 16 // DTYPE_BYTES[config.dtype] if config.vectorized else 1
         cols = cute.sym_int(divisibility=width)
@@ -161,11 +181,23 @@ class CombineKernel(GridKernel):
 
     @cute.kernel
     def kernel(
-        self, h: cute.Tensor, row: cute.Tensor, weight: cute.Tensor | None, y: cute.Tensor
+        self,
+        expert_output: cute.Tensor,
+        row: cute.Tensor,
+        weight: cute.Tensor | None,
+        y: cute.Tensor,
     ) -> None:
+        """Compute the sums, strip by strip.
+
+        Args:
+            expert_output: (R, H).
+            row: (T, top_k) int32; a negative row contributes nothing.
+            weight: (T, top_k) fp32, or None.
+            y: (T, H) output.
+        """
         tid, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.block_idx()[0] * _WARPS + tid // WARP_SIZE
-        cols, top_k = h.shape[1], row.shape[1]
+        cols, top_k = expert_output.shape[1], row.shape[1]
         strip = WARP_SIZE * self.width
         strips = (cols + strip - 1) // strip
         items = Int64(y.shape[0]) * strips
@@ -177,7 +209,7 @@ class CombineKernel(GridKernel):
             sums.fill(0.0)
             k = Int32(0)
             while k < top_k:
-                self.add(h, row, weight, sums, t, k, column)
+                self.add(expert_output, row, weight, sums, t, k, column)
                 k += _LOADS
             if column < cols:
                 self.store(y, sums, t, column)
@@ -186,7 +218,7 @@ class CombineKernel(GridKernel):
     @cute.jit
     def add(
         self,
-        h: cute.Tensor,
+        expert_output: cute.Tensor,
         row: cute.Tensor,
         weight: cute.Tensor | None,
         sums: cute.Tensor,
@@ -194,23 +226,23 @@ class CombineKernel(GridKernel):
         k: Int32,
         column: Int32,
     ) -> None:
-        """Add the rows of some of a token's experts; those that are not there add zeros."""
-        cols, num_bytes = h.shape[1], self.width * DTYPE_BYTES[self.config.dtype]
+        """Add the rows of ``_LOADS`` of a token's experts; missing rows add zeros."""
+        cols, num_bytes = expert_output.shape[1], self.width * DTYPE_BYTES[self.config.dtype]
         loaded, weights = [], []
         for i in cutlass.range_constexpr(_LOADS):
-            source, end, w = Int32(0), Int32(0), Float32(0.0)
+            source, end, row_weight = Int32(0), Int32(0), Float32(0.0)
             if k + i < row.shape[1]:
                 source = row[t, k + i]
                 end = cols
-                if source < 0 or source >= h.shape[0]:
+                if source < 0 or source >= expert_output.shape[0]:
                     source, end = Int32(0), Int32(0)
                 if cutlass.const_expr(self.config.weighted):
                     if end > 0:
-                        w = weight[t, k + i]
-            place = Int64(source) * cols + column
-            address = h.iterator.toint() + place * DTYPE_BYTES[self.config.dtype]
+                        row_weight = weight[t, k + i]
+            element = Int64(source) * cols + column
+            address = expert_output.iterator.toint() + element * DTYPE_BYTES[self.config.dtype]
             loaded.append(load_global_if(address, num_bytes, column, end))
-            weights.append(w)
+            weights.append(row_weight)
         for i in cutlass.range_constexpr(_LOADS):
             numbers = unpack_words(loaded[i], self.config.dtype)
             for c in cutlass.range_constexpr(self.width):
@@ -221,6 +253,7 @@ class CombineKernel(GridKernel):
 
     @cute.jit
     def store(self, y: cute.Tensor, sums: cute.Tensor, t: Int32, column: Int32) -> None:
+        """Store a lane's sums."""
         if cutlass.const_expr(self.width == 1):
             y[t, column] = sums[0].to(y.element_type)
         else:

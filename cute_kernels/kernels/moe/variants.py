@@ -1,4 +1,4 @@
-"""The kernels of mixtures of experts that are worth compiling ahead of time."""
+"""Kernels of mixtures of experts that are worth compiling ahead of time."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from .config import (
     RouterConfig,
     RouterGradientConfig,
     RoutingConfig,
-    SpreadConfig,
+    ScatterConfig,
 )
 
 Config = (
@@ -25,6 +25,7 @@ Config = (
 
 
 def kernel_specs(arch: str) -> Iterator[Config]:
+    """Yield the configurations to compile for the architecture ``arch``."""
     if support("compute_routing", None, arch):
         for ids in ("int32", "int64"):
             yield from (RoutingConfig(ids, ctas) for ctas in (1, RoutingConfig.ctas))
@@ -33,7 +34,7 @@ def kernel_specs(arch: str) -> Iterator[Config]:
             yield RouterConfig(score, per_lane=8 if grouped else 4, biased=grouped, grouped=grouped)
             yield RouterGradientConfig(score, per_lane=8 if grouped else 4)
     if support("moe_gather", None, arch):
-        yield from (GatherConfig(), SpreadConfig())
+        yield from (GatherConfig(), ScatterConfig())
     if support("moe_activate", None, arch):
         yield ActivateConfig("swiglu", arch)
         yield ActivateConfig("swiglu", arch, gradient=True)

@@ -1,6 +1,6 @@
 """max |x| of groups before and after the transform of the columnwise copy, from one read.
 
-A warp takes 256 columns of a slot tile, a chunk of 16 rows at a time: a lane has 8 columns.
+A warp takes 256 columns of a slot tile, a chunk of 16 rows at a time. A lane has 8 columns.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ _STRIP = WARP_SIZE * _LANE_COLS
 
 
 class ChunkAmaxKernels(AmaxKernels):
-    """The kernels, for the classes that launch them; of bf16 inputs."""
+    """Amax kernels of transformed copies, for the classes that launch them; for bf16 inputs."""
 
     @cute.jit
     def launch_chunk_amax(
@@ -34,7 +34,7 @@ class ChunkAmaxKernels(AmaxKernels):
         num_sms: Int32,
         stream: Any,
     ) -> None:
-        """Write the amaxes of groups of x, if they are asked for, and of its transform."""
+        """Clear the amaxes and launch ``reduce_chunks``."""
         self.launch_clear(column_amax, num_sms, stream, group_amax)
         grid, block = [num_sms * _CTAS_PER_SM, 1, 1], [_WARPS * WARP_SIZE, 1, 1]
         self.reduce_chunks(x, offs, group_amax, column_amax).launch(
@@ -49,24 +49,32 @@ class ChunkAmaxKernels(AmaxKernels):
         group_amax: cute.Tensor | None,
         column_amax: cute.Tensor,
     ) -> None:
+        """Compute amaxes of groups of x and of its transform.
+
+        Args:
+            x: (T, K) or (G, N, K) bf16; its width follows from the activation.
+            offs: (G,) int32, None if uniform.
+            group_amax: (G,) fp32 output for x, or None.
+            column_amax: (G,) fp32 output for the transform.
+        """
         cols = x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
         groups = GroupCursor.from_tensors(x, offs)
-        parts = (cols + (_STRIP - 1)) // _STRIP
+        strips = (cols + (_STRIP - 1)) // _STRIP
         warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP_SIZE)
         item = cute.arch.block_idx()[0] * _WARPS + warp
         step = cute.arch.grid_dim()[0] * _WARPS
-        num_items = groups.num_tiles() * parts
+        num_items = groups.num_tiles() * strips
         group = Int32(0)
         while item < num_items:
-            wanted = item // parts
-            column = (item - wanted * parts) * _STRIP + cute.arch.lane_idx() * _LANE_COLS
-            tile, group, first, count = groups.seek(wanted, group)
-            if tile != wanted:
-                item = next_item(item, step, tile, parts)
+            slot_tile = item // strips
+            column = (item - slot_tile * strips) * _STRIP + cute.arch.lane_idx() * _LANE_COLS
+            tile, group, first_row, num_rows = groups.seek(slot_tile, group)
+            if tile != slot_tile:
+                item = next_item(item, step, tile, strips)
             else:
                 if column >= cols:
-                    count = Int32(0)
-                plain, transformed = self.chunks(self.sources(x, first, column, cols), count)
+                    num_rows = Int32(0)
+                plain, transformed = self.chunks(self.sources(x, first_row, column, cols), num_rows)
                 if const_expr(group_amax is not None):
                     self.merge(
                         group_amax,
@@ -83,20 +91,27 @@ class ChunkAmaxKernels(AmaxKernels):
     def sources(
         self, x: cute.Tensor, row: Int32, col: Int32, cols: Int32
     ) -> list[tuple[Int64, Int64]]:
-        """``ElementMaker.sources``, also of elements that are the input's."""
+        """Return ``ElementMaker.sources``, also of elements that are the input's."""
         if self.maker is not None:
             return self.maker.sources(x, row, col, cols)
         return [(x.iterator.toint() + (Int64(row) * cols + col) * 2, Int64(cols) * 2)]
 
     @cute.jit
-    def chunks(self, sources: list[tuple[Int64, Int64]], count: Int32) -> tuple[Uint32, Uint32]:
-        """Packed amaxes of a lane's columns in ``count`` rows, before and after the transform."""
+    def chunks(self, sources: list[tuple[Int64, Int64]], num_rows: Int32) -> tuple[Uint32, Uint32]:
+        """Return the packed amaxes of a lane's columns in ``num_rows`` rows.
+
+        Returns:
+            The amaxes before and after the transform.
+        """
         plain, transformed = Uint32(0), Uint32(0)
-        for start in cutlass.range(0, count, CHUNK, unroll=1):
+        for start in cutlass.range(0, num_rows, CHUNK, unroll=1):
             rows = []
             for r in range_constexpr(CHUNK):
                 row = start + r
-                words = [load_global_if(at + pitch * row, 16, row, count) for at, pitch in sources]
+                words = [
+                    load_global_if(address + pitch * row, 16, row, num_rows)
+                    for address, pitch in sources
+                ]
                 rows.append(words[0] if self.maker is None else self.maker.make(words))
             for w in range_constexpr(_LANE_COLS // 2):
                 words = [row[w] for row in rows]

@@ -1,7 +1,7 @@
-"""The update of delayed scaling: each slot's history rolls by a row, and its next scale follows.
+"""Update of delayed scaling: the history of each slot rolls by a row, and its next scale follows.
 
-One CTA a slot goes through the slot's column of the history, as many rows at a time as it has
-threads: it reads the rows after them before it writes.
+One CTA per slot goes through the slot's column of the history, as many rows at a time as it has
+threads. It reads the following rows before it writes.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from .config import DelayedConfig
 
 _THREADS = 256
 _WARPS = _THREADS // WARP_SIZE
-#: The scale that follows from a basis that is positive and finite, else the one before.
+#: The scale that follows from a positive, finite amax, else the previous scale.
 _NEXT_SCALE = """{
 	.reg .pred is_more, is_finite;
 	.reg .f32 s;
@@ -28,8 +28,8 @@ _NEXT_SCALE = """{
 	setp.lt.and.f32 is_finite, $1, 0f7F800000, is_more;
 	selp.f32 $0, s, $3, is_finite;
 }"""
-#: The amax that is given, unless it is 0.
-_LAST = """{
+#: The given amax, unless it is 0; then the one in the history.
+_LATEST_AMAX = """{
 	.reg .pred is_zero;
 	.reg .f32 a;
 	abs.f32 a, $1;
@@ -47,13 +47,14 @@ _FINITE = """{
 
 
 class DelayedKernel:
-    """Rolls histories and makes scales, see the module."""
+    """Rolls histories and computes scales, see the module."""
 
     def __init__(self, config: DelayedConfig):
         self.config = config
 
     @staticmethod
     def fake_args(config: DelayedConfig) -> tuple[Any, ...]:
+        """Return stand-ins for the arguments, see ``DelayedConfig.kernel``."""
         slots = cute.sym_int()
         history = compact(Float32, cute.sym_int(), slots)
         vectors = [compact(Float32, slots, align=4) for _ in range(2)]
@@ -69,6 +70,7 @@ class DelayedKernel:
         largest: Float32,
         stream: Any,
     ) -> None:
+        """Launch one CTA per slot."""
         self.kernel(history, scale, amax, largest).launch(
             grid=[scale.shape[0], 1, 1], block=[_THREADS, 1, 1], stream=stream
         )
@@ -77,27 +79,35 @@ class DelayedKernel:
     def kernel(
         self, history: cute.Tensor, scale: cute.Tensor, amax: cute.Tensor | None, largest: Float32
     ) -> None:
+        """Update one slot.
+
+        Args:
+            history: (L, n) fp32, updated in place.
+            scale: (n,) fp32, updated in place.
+            amax: (n,) fp32 amaxes of the present step, or None.
+            largest: Number that amaxes are scaled to.
+        """
         smem = cutlass.memory.SmemAllocator()
         maxima = smem.allocate_tensor(Float32, cute.make_layout(_WARPS), byte_alignment=16)
         slot, tid = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
-        last = history[0, slot]
+        latest = history[0, slot]
         if const_expr(amax is not None):
-            last = asm(_LAST, [Float32], [amax[slot], last])
+            latest = asm(_LATEST_AMAX, [Float32], [amax[slot], latest])
         if const_expr(self.config.skip_nonfinite):
-            last = asm(_FINITE, [Float32], [last])
-        # All have read row 0.
+            latest = asm(_FINITE, [Float32], [latest])
+        # All threads have read row 0.
         cute.arch.sync_threads()
         if const_expr(self.config.skip_nonfinite):
             if tid == 0:
-                history[0, slot] = last
-        if last != 0.0:
-            best = self.roll(history, slot, last, tid)
-            best = warp_max(fmax(best, Float32(0.0)))
+                history[0, slot] = latest
+        if latest != 0.0:
+            absmax = self.roll(history, slot, latest, tid)
+            absmax = warp_max(fmax(absmax, Float32(0.0)))
             if tid % WARP_SIZE == 0:
-                maxima[tid // WARP_SIZE] = best
+                maxima[tid // WARP_SIZE] = absmax
             cute.arch.sync_threads()
             if tid == 0:
-                basis = last
+                basis = latest
                 if const_expr(self.config.is_max):
                     basis = maxima[0]
                     for w in range_constexpr(1, _WARPS):
@@ -105,17 +115,17 @@ class DelayedKernel:
                 scale[slot] = asm(_NEXT_SCALE, [Float32], [basis, largest, scale[slot]])
 
     @cute.jit
-    def roll(self, history: cute.Tensor, slot: Int32, last: Float32, tid: Int32) -> Float32:
-        """Move a slot's rows up by one; gives the largest of those that a thread has moved."""
+    def roll(self, history: cute.Tensor, slot: Int32, latest: Float32, tid: Int32) -> Float32:
+        """Move a slot's rows up by one, and return the largest number that the thread moved."""
         length = history.shape[0]
-        best, base = Float32(0.0), Int32(0)
+        absmax, base = Float32(0.0), Int32(0)
         while base < length:
             row = base + tid
-            value = last
+            value = latest
             if row + 1 < length:
                 value = history[row + 1, slot]
             if row < length:
-                best = fmax(best, value)
+                absmax = fmax(absmax, value)
             cute.arch.sync_threads()
             if row == 0:
                 value = Float32(0.0)
@@ -123,4 +133,4 @@ class DelayedKernel:
                 history[row, slot] = value
             cute.arch.sync_threads()
             base += _THREADS
-        return best
+        return absmax

@@ -18,6 +18,7 @@ from .op import DelayedScalingUpdate
 
 @launched_by(DelayedScalingUpdate)
 def delayed_scaling_update(op: DelayedScalingUpdate, launch: Launcher) -> Runner:
+    """Return the runner of ``delayed_scaling_update``."""
     if not op.scale.numel():
         return lambda op, outputs: None
     kernel = launch.kernel(

@@ -16,7 +16,7 @@ from ...kernels.gemm.sm90.config import Sm90GemmConfig
 from ...kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from ...kernels.quantize.config import AmaxConfig, RowsConfig, TokenValuesConfig, ValuesConfig
 from ...layout.buffers import BufferSpec
-from ...layout.shapes import PIECE_K, ceil_div
+from ...layout.shapes import DECODED_CHUNK_K, ceil_div
 from ...runtime.allocator import Allocator
 from ...runtime.launch import Launcher
 from ..arguments import readable
@@ -149,4 +149,4 @@ def _arrange_activations(op: GroupedGemm, dtype: str, launch: Launcher) -> Prepa
 
 def _padded_values(rows: int, depth: int, dtype: torch.dtype) -> BufferSpec:
     """Return the spec of (rows, depth) values with the depth padded to whole chunks of K."""
-    return BufferSpec((rows, ceil_div(depth, PIECE_K) * PIECE_K), dtype)
+    return BufferSpec((rows, ceil_div(depth, DECODED_CHUNK_K) * DECODED_CHUNK_K), dtype)

@@ -1,4 +1,4 @@
-"""The arithmetic of each format, one file a format."""
+"""Arithmetic of each format, one file per format."""
 
 import torch
 
@@ -18,5 +18,5 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def codec_of(fmt: Format, dtype: torch.dtype = torch.float32) -> Codec:
-    """The codec of a format that the capability table lists, for elements from ``dtype``."""
+    """Return the codec of a format in the capability table, for elements of ``dtype``."""
     return CODECS[fmt.name](fmt, dtype)

@@ -1,4 +1,4 @@
-"""What the reference backend asks of a format beside its record: how its scales come about."""
+"""Arithmetic of a format in the reference backend: how scales and codes are computed."""
 
 import abc
 from typing import ClassVar
@@ -11,7 +11,7 @@ from ..conversions import encode, encode_e2m1_stochastic, f32
 
 
 def scaled(values: Tensor, factors: Tensor, vec: int) -> Tensor:
-    """``values`` (..., K) times one factor a block of ``vec``; the last block may be a part."""
+    """Multiply ``values`` (..., K) by a factor per block of ``vec``; the last may be partial."""
     if values.shape[-1] % vec:
         return values * factors.repeat_interleave(vec, dim=-1)[..., : values.shape[-1]]
     blocks: Tensor = values.unflatten(-1, (-1, vec))
@@ -19,11 +19,14 @@ def scaled(values: Tensor, factors: Tensor, vec: int) -> Tensor:
 
 
 class Codec(abc.ABC):
-    """The arithmetic of one format, each step rounded to fp32; it knows no layout.
+    """Arithmetic of one format, with each step rounded to fp32. It does not know layouts.
 
-    Blocks are the last dimension of what ``encode`` takes; amaxes and scales have the shape of what
-    is left. Where the format has no blocks, all elements of a group in a row are one. ``dtype`` is
-    what the elements were before they became fp32.
+    The last dimension of the blocks of ``encode`` is a block; amaxes and scales have the other
+    dimensions. If the format has no blocks, all elements of a group in a row are one block.
+
+    Args:
+        fmt: Record of the format.
+        dtype: Dtype of the elements before they became fp32.
     """
 
     #: The class of the records that it serves.
@@ -32,54 +35,55 @@ class Codec(abc.ABC):
     def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
         self.fmt, self.dtype = fmt, dtype
 
-    def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The vectors of the second level, as the record names them, of amaxes of rows or groups.
+    def global_scale_vectors(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return the vectors of the global scale, in the order of the record.
 
-        Or of the scales of groups, where the format takes them from the caller.
+        They follow from amaxes of rows or groups, or from the scales of groups if the caller gives
+        them.
         """
         return ()
 
     @abc.abstractmethod
     def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor | None, Tensor]:
-        """What blocks of amaxes ``a`` are encoded with.
+        """Return the scales with which blocks of amaxes ``a`` are encoded.
 
-        ``g`` are amaxes of their rows or groups, for the second level; broadcast to ``a``. Or the
-        scales of their groups where the format takes them from the caller.
+        ``g`` has the amaxes of their rows or groups for the global scale, broadcast to ``a``; or
+        the scales of their groups if the caller gives them.
 
         Returns:
-            The block scales as they are stored, None if there are none; and the fp32 factors
-            that elements are multiplied by.
+            The stored block scales, None if there are none; and the fp32 factors of the elements.
         """
 
     def encode(
-        self, blocks: Tensor, a: Tensor, g: Tensor, draws: Tensor | None = None
+        self, blocks: Tensor, a: Tensor, g: Tensor, random: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Codes of fp32 ``blocks``, one an element and not yet packed, and stored scales.
+        """Return codes of fp32 ``blocks``, one per element and not packed, and the stored scales.
 
-        Square blocks are (..., K, rows of a block). ``a`` and ``g`` are as for ``factors``;
-        ``draws`` random bytes (uint8) of the elements, where the format is stochastic.
+        Square blocks are (..., K, rows of a block). ``a`` and ``g`` are as for ``factors``.
+        ``random`` has random bytes (uint8) of the elements if the format is stochastic.
         """
         stored, enc = self.factors(a, g)
         y = blocks * enc.unsqueeze(-1)
-        if draws is not None:
-            return encode_e2m1_stochastic(y, draws), stored
+        if random is not None:
+            return encode_e2m1_stochastic(y, random), stored
         return encode(self.fmt.element, y), stored
 
     @abc.abstractmethod
     def scale_values(self, stored: Tensor) -> Tensor:
-        """Exact fp32 values of stored block scales."""
+        """Return exact fp32 values of stored block scales."""
 
     def decode_factor(self, stored: Tensor | None, level: Tensor | None) -> Tensor:
-        """What codes are multiplied by to decode, of stored block scales where the format has them.
+        """Return the factors that decode codes.
 
-        ``level`` is the first vector of the second level, where it has one, broadcast.
+        ``stored`` has the stored block scales, and ``level`` the first vector of the global scale,
+        broadcast; None if the format has none.
         """
         factor = None if stored is None else self.scale_values(stored)
         if level is None:
             assert factor is not None
             return factor
-        second = self.fmt.global_scale
-        assert second is not None
+        global_scale = self.fmt.global_scale
+        assert global_scale is not None
         if factor is not None:
             level = factor * level
-        return level if second.factor == 1.0 else level * f32(second.factor)
+        return level if global_scale.factor == 1.0 else level * f32(global_scale.factor)

@@ -22,9 +22,12 @@ _FMAX = torch.finfo(torch.float32).max
 
 
 class FP8Codec(Codec):
+    """Codec of FP8 with one scale per group."""
+
     format = FP8
 
-    def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+    def global_scale_vectors(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return scale_inv, scale and amax."""
         scale = self._scale(amax) if scale is None else scale
         scale_inv = scale.reciprocal()
         if self.fmt.nan_scales:

@@ -1,10 +1,10 @@
-"""FP8 with an fp32 scale a block of 128, exact to the bit: TransformerEngine's block scaling.
+"""FP8 with an fp32 scale per block of 128, exact to the bit: TransformerEngine's block scaling.
 
 With a the amax of a block and fl() one rounding to fp32:
 
   a     = max(a, amax_epsilon)
-  scale = fl(FP8_MAX / a), the largest number of the input's dtype where that is infinite,
-      rounded down to a power of two with pow2_scales; or 1 where a is 0 or infinite
+  scale = fl(FP8_MAX / a), or the largest number of the input's dtype if that is infinite,
+          rounded down to a power of two with pow2_scales; or 1 where a is 0 or infinite
   code  = fp8(fl(x * scale))                     saturating, to nearest even
   value = fl(code * scale_inv), scale_inv = fl(1 / scale), the stored scale
 
@@ -19,11 +19,13 @@ from ...formats import Format, FP8Block
 from ..conversions import f32, mark_nan
 from .base import Codec
 
-#: Sign and exponent of an fp32 number: without its mantissa a number is rounded to a power of two.
+#: Mask of sign and exponent of fp32: without its mantissa, a number is rounded to a power of two.
 _NO_MANTISSA = ~0x7FFFFF
 
 
 class FP8BlockCodec(Codec):
+    """Codec of FP8 with fp32 block scales."""
+
     format = FP8Block
 
     def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
@@ -32,6 +34,7 @@ class FP8BlockCodec(Codec):
         self._epsilon, self._is_pow2 = f32(fmt.amax_epsilon), fmt.pow2_scales
 
     def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the stored scale_inv and the scale of each block."""
         a = a.clamp_min(self._epsilon)
         # Not ``max / a``: torch computes that as a reciprocal and a product, rounding twice.
         scale = torch.full_like(a, self.fmt.element.max).div_(a)

@@ -1,4 +1,4 @@
-"""MXFP8, exact to the bit: FP8 codes with a power of two a block. Source: OCP Microscaling v1.0.
+"""MXFP8, exact to the bit: FP8 codes with a power of two per block. Source: OCP Microscaling v1.0.
 
 With a the amax of a block and fl() one rounding to fp32:
 
@@ -6,10 +6,10 @@ With a the amax of a block and fl() one rounding to fp32:
   code  = fp8(fl(x * 2^(127 - e)))               saturating, to nearest even
   value = fl(code * 2^(e - 127))                 what a code decodes to
 
-``e`` is 254 for an infinite amax and 0 for one of up to FP8_MAX * 2^-127, zero included; 2^-127 is
-subnormal in fp32 and is not flushed. NaN never reaches an amax; as an element it becomes the code
-of NaN, 0x7F. Infinities saturate; with ``nan_scales`` their block's e is stored as 255, which is
-NaN.
+``e`` is 254 for an infinite amax and 0 for an amax up to FP8_MAX * 2^-127, including zero; 2^-127
+is subnormal in fp32 and is not flushed. NaN never reaches an amax; as an element it becomes the
+code of NaN, 0x7F. Infinities saturate; with ``nan_scales`` their block's e is stored as 255, which
+is NaN.
 """
 
 import torch
@@ -26,6 +26,8 @@ _NAN = 255
 
 
 class MXFP8Codec(Codec):
+    """Codec of MXFP8."""
+
     format = MXFP8
 
     def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
@@ -33,6 +35,7 @@ class MXFP8Codec(Codec):
         self._rcp_max = f32(1.0 / fmt.element.max)
 
     def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the E8M0 codes of the block scales, and the inverse scales."""
         # An amax is never NaN, so that no code is 255.
         stored = encode_e8m0(a * self._rcp_max)
         factors = decode(E8M0, _INVERSE - stored)

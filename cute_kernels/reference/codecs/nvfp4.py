@@ -12,11 +12,11 @@ With g the amax of a group or of a row, a the amax of a block, and fl() one roun
 This is the order of TransformerEngine's PyTorch reference. ``a * (S_enc / 6)`` and ``(a / 6) *
 S_enc`` give different bytes, so the order is part of the format. NaN never reaches an amax; as an
 element it becomes code 7. With ``nan_scales`` it does, so that g, a and s are NaN, and S_enc and
-enc are FMAX. Where s rounds to zero, enc is FMAX and the value decodes to zero.
+enc are FMAX. If s rounds to zero, enc is FMAX and the value decodes to zero.
 
-With ``four_over_six`` 2688 is 6 * e4m3_max throughout. A block is encoded by two scales, one that
-maps its amax to 6 and one that maps it to 4, and keeps the codes of the smaller error, those of s6
-where the two are equal or not numbers:
+With ``four_over_six``, 2688 becomes 6 * e4m3_max throughout. A block is encoded with two scales:
+one maps its amax to 6, the other to 4. The codes with the smaller error are kept; if the errors are
+equal or NaN, the codes of s6:
 
   base = fl(fl(a / 6) * S_enc)                                          a true division
   s6   = e4m3(base),  s4 = e4m3(fl(base * 1.5))
@@ -39,10 +39,12 @@ _RCP_ELEMENT_MAX = f32(1.0 / NVFP4.element.max)
 
 
 class NVFP4Codec(Codec):
+    """Codec of NVFP4."""
+
     format = NVFP4
     fmt: NVFP4
 
-    def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+    def global_scale_vectors(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
         return (amax,)
 
     def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,14 +53,15 @@ class NVFP4Codec(Codec):
         return scales, _enc(scales, s_enc)
 
     def encode(
-        self, blocks: Tensor, a: Tensor, g: Tensor, draws: Tensor | None = None
+        self, blocks: Tensor, a: Tensor, g: Tensor, random: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        """Return codes and scales; with ``four_over_six``, of the scale with the smaller error."""
         if not self.fmt.four_over_six:
-            return super().encode(blocks, a, g, draws)
-        # Each magnitude of a block beside that of its neighbours: errors have no sign.
+            return super().encode(blocks, a, g, random)
+        # Magnitudes suffice, since errors have no sign; one per leading index.
         magnitudes = blocks.movedim(-1, 0).abs().contiguous()
         s_enc = self._s_enc(g)
-        # A tensor as divisor: by a number torch may multiply with the reciprocal instead.
+        # Divide by a tensor: for a number, torch may multiply by the reciprocal instead.
         base = a / torch.full_like(a, NVFP4.element.max) * s_enc
         six, four = encode(E4M3, base), encode(E4M3, base * 1.5)
         is_better = self._error(magnitudes, four, s_enc, g) < self._error(magnitudes, six, s_enc, g)
@@ -75,7 +78,7 @@ class NVFP4Codec(Codec):
         return s_enc.masked_fill((g == 0) | (s_enc == 0), 1.0)
 
     def _error(self, magnitudes: Tensor, scales: Tensor, s_enc: Tensor, g: Tensor) -> Tensor:
-        """Errors of blocks (16, ...) of |x| when encoded by stored scales (...)."""
+        """Return errors of blocks (16, ...) of |x| that are encoded with stored scales (...)."""
         values = round_e2m1(magnitudes * _enc(scales, s_enc)).mul_(decode(E4M3, scales)).mul_(g)
         d = values.div_(torch.full_like(g, self.fmt.tensor_max)).sub_(magnitudes)
         error = d.abs_() if self.fmt.four_over_six_error == "mae" else d.square_()
@@ -83,24 +86,23 @@ class NVFP4Codec(Codec):
 
 
 def _enc(scales: Tensor, s_enc: Tensor) -> Tensor:
-    """What elements are multiplied by, of stored scales."""
+    """Return the factors of elements for stored scales."""
     factors = (decode(E4M3, scales) * s_enc.reciprocal()).reciprocal_()
-    # As the hardware's ``min`` does; a scale is NaN where an amax is, see
-    # ``Format.amaxes_keep_nan``.
+    # As the hardware's ``min`` does. A scale is NaN if its amax is, see ``Format.amaxes_keep_nan``.
     return factors.nan_to_num_(nan=_FMAX, posinf=_FMAX)
 
 
 def _sum(errors: Tensor) -> Tensor:
-    """Sums (...) of errors (16, ...), one after the other."""
-    first, *rest = errors.unbind()
-    total = first.clone()
-    for error in rest:
+    """Return sums (...) of errors (16, ...), added one after the other."""
+    first_error, *errors_after = errors.unbind()
+    total = first_error.clone()
+    for error in errors_after:
         total += error
     return total
 
 
 def _square_sum(errors: Tensor) -> Tensor:
-    """Sums of square blocks of errors (16 rows, ..., K), each for all columns of its block."""
+    """Return sums over square blocks of errors (16 rows, ..., K), for each column of a block."""
     rows = len(errors)
     total = _sum(
         errors.unflatten(-1, (-1, rows)).movedim(-1, 0).contiguous()

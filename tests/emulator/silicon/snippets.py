@@ -1,7 +1,7 @@
-"""PTX whose answers on an H200 are in ``h200.npy`` as digests; the answers are in commit 913b744.
+"""PTX snippets and the digests of an H200's answers to them, in ``h200.npy``.
 
 A snippet reads %a, %b, %c (as floats %fa, %fb, %fc), %A ({a, b}) and %B ({c, d}), and leaves 32
-bits in %r or %fr, or 64 in %R.
+bits in %r or %fr, or 64 in %R. The full answers are in the git history of this folder.
 """
 
 import hashlib
@@ -32,6 +32,7 @@ def _integer_arithmetic():
 
 
 def _bits():
+    """Yield shifts, bit fields, permutations and 64-bit operations."""
     yield from ("shl.b32 %r, %a, %b;", "bfi.b32 %r, %a, %b, %c, 7;")
     yield from ("popc.b32 %r, %a;", "clz.b32 %r, %a;", "brev.b32 %r, %a;")
     for shift in ("l.wrap", "r.clamp", "r.wrap"):
@@ -45,6 +46,7 @@ def _bits():
 
 
 def _float_arithmetic():
+    """Yield fp32 arithmetic in all rounding modes, minima, maxima and comparisons."""
     for op in ("add", "sub", "mul"):
         for modifier in (*_ROUNDINGS, "rn.ftz", "rn.sat"):
             yield f"{op}.{modifier}.f32 %fr, %fa, %fb;"
@@ -62,6 +64,7 @@ def _float_arithmetic():
 
 
 def _conversions():
+    """Yield conversions between integers, fp32, halves and FP8."""
     for rnd in ("rni", "rzi", "rmi", "rpi"):
         for t in ("s32", "u32"):
             yield f"cvt.{rnd}.{t}.f32 %r, %fa;"
@@ -102,12 +105,16 @@ def _packed_halves():
 
 
 def _exchanges():
+    """Yield shuffles, votes, matches and reductions of a warp."""
     # The predicate goes into bit 16 of the result.
     inside = "selp.b32 %t, 65536, 0, %p; xor.b32 %r, %r, %t;"
     for mode in ("idx", "up", "down", "bfly"):
         for lanes, clamp in ((31, 31), (7, 0x181F)):
             bound = clamp & ~31 if mode == "up" else clamp
-            yield f"and.b32 %t, %b, {lanes}; mov.b32 %u, {bound};shfl.sync.{mode}.b32 %r|%p, %a, %t, %u, -1; {inside}"
+            yield (
+                f"and.b32 %t, %b, {lanes}; mov.b32 %u, {bound};"
+                f"shfl.sync.{mode}.b32 %r|%p, %a, %t, %u, -1; {inside}"
+            )
     yield "setp.lt.s32 %p, %a, 0; vote.sync.ballot.b32 %r, %p, -1;"
     yield "and.b32 %t, %a, 7; match.any.sync.b32 %r, %t, -1;"
     yield "elect.sync %t|%p, -1; selp.b32 %r, 1, 0, %p; add.u32 %r, %r, %t;"
@@ -116,11 +123,11 @@ def _exchanges():
 
 
 _ALL = (_integer_arithmetic, _bits, _float_arithmetic, _conversions, _packed_halves, _exchanges)
-SNIPPETS = [snippet for some in _ALL for snippet in some()]
+SNIPPETS = [snippet for snippets in _ALL for snippet in snippets()]
 
 
 def ptx():
-    """One kernel for each snippet, ``k0`` and so on: inputs of 16 bytes, results of 8."""
+    """Return one kernel per snippet, ``k0`` and so on: inputs of 16 bytes, results of 8."""
     kernels = [
         f"""
 .visible .entry k{i}(.param .u64 pin, .param .u64 pout) {{
@@ -142,16 +149,16 @@ def ptx():
 
 
 _SPECIAL = [
-	0, 0x80000000, 0x3F800000, 0xBF800000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000,
-	1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x43E00000, 0x43E80000,
-	0x43F00000, 0x477FE000, 0x477FF000, 0x33000000, 0x33800000, 0x38000000, 0x3B000000,
-	0x3A800000, 0x3C000000, 0x4F000000, 0x5F000000, 0xCF000000, 0xFFFFFFFF, 0x7FFFFFFF,
-	0x80000002, 31, 32, 33, 63, 64,
+    0, 0x80000000, 0x3F800000, 0xBF800000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000,
+    1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x43E00000, 0x43E80000,
+    0x43F00000, 0x477FE000, 0x477FF000, 0x33000000, 0x33800000, 0x38000000, 0x3B000000,
+    0x3A800000, 0x3C000000, 0x4F000000, 0x5F000000, 0xCF000000, 0xFFFFFFFF, 0x7FFFFFFF,
+    0x80000002, 31, 32, 33, 63, 64,
 ]  # fmt: skip
 
 
 def inputs():
-    """(1024, 4) uint32: random bits, floats of several ranges, special values, small integers."""
+    """Return (1024, 4) uint32: random bits, floats of several ranges, special values, integers."""
     count, eighth = 8192, 1024
     g = np.random.default_rng(5)
     x = g.integers(0, 1 << 32, (count, 4), dtype=np.uint64).astype(np.uint32)
@@ -160,23 +167,24 @@ def inputs():
     def floats(values):
         return values.astype(np.float32).view(np.uint32)
 
-    def part(i):
+    def rows_of_eighth(i):
         return slice(i * eighth, (i + 1) * eighth)
 
-    x[part(1)] = floats(g.standard_normal(shape))
-    x[part(2)] = floats(g.standard_normal(shape) * np.exp2(g.integers(-20, 20, shape)))
-    x[part(3)] = floats(np.round(g.standard_normal(shape) * 64) / 8)
+    x[rows_of_eighth(1)] = floats(g.standard_normal(shape))
+    x[rows_of_eighth(2)] = floats(g.standard_normal(shape) * np.exp2(g.integers(-20, 20, shape)))
+    x[rows_of_eighth(3)] = floats(np.round(g.standard_normal(shape) * 64) / 8)
     special = np.array(_SPECIAL, np.uint32)
-    x[part(4)] = special[g.integers(0, len(special), shape)]
-    x[part(5)] = g.integers(0, 40, shape)
-    x[part(6)] = floats(g.integers(-1024, 1024, shape) / 2.0 ** g.integers(0, 12, shape))
-    # The GPU answered all of them; one warp in eight is kept.
+    x[rows_of_eighth(4)] = special[g.integers(0, len(special), shape)]
+    x[rows_of_eighth(5)] = g.integers(0, 40, shape)
+    x[rows_of_eighth(6)] = floats(g.integers(-1024, 1024, shape) / 2.0 ** g.integers(0, 12, shape))
+    # The GPU answered all 8192 rows; the tests use one warp in eight.
     return np.ascontiguousarray(x[np.arange(count) // 32 % 8 == 0])
 
 
 def digest(snippet, results):
-    """32 bits for results (1024,) uint64; one NaN for all, for which it is depends on operands'
-    order.
+    """Return a 32-bit digest of results (1024,), uint64.
+
+    All NaNs count as one, because the choice among them depends on the order of operands.
     """
     if ".f32" in snippet:
         is_nan = (results & 0x7F800000 == 0x7F800000) & (results & 0x7FFFFF != 0)

@@ -5,7 +5,7 @@ from typing import Any
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.layout.shapes import PIECE_K
+from cute_kernels.layout.shapes import DECODED_CHUNK_K
 
 from ..common.loader import LoadWarp, StageLoad, TmaSource
 from ..common.scheduler import TileReader, WorkTile
@@ -93,7 +93,7 @@ def codes_load_warp(
         name, kind = f"{codes.side}_codes", codes.kind
         loads = [(name, codes.tiler, 8 // kind.bits, False)]
         if codes.scales:
-            divisor = PIECE_K if kind.has_row_scales else kind.scale_tile_k
+            divisor = DECODED_CHUNK_K if kind.has_row_scales else kind.scale_tile_k
             loads.append((f"{name}_scales", codes.scales, divisor, True))
         cta_fields = (cta * codes.rows, Int32(0), 1)
         sides[codes.side] = tuple(

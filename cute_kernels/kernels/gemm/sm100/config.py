@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from cute_kernels.arch import get_arch
 from cute_kernels.layout.shapes import (
-    PIECE_K,
+    DECODED_CHUNK_K,
     SF_TILE_BYTES,
     SF_TILE_COLS,
     SF_TILE_ROWS,
@@ -107,7 +107,7 @@ class DecodedOperand:
     @property
     def row_bytes(self) -> int:
         """Bytes of codes of a row in one stage."""
-        return PIECE_K * self.kind.bits // 8
+        return DECODED_CHUNK_K * self.kind.bits // 8
 
     @property
     def scales(self) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class DecodedOperand:
             return ()
         if self.kind.has_row_scales:
             return self.rows, 1
-        return 1, PIECE_K // self.kind.scale_tile_k, SF_TILE_WORDS
+        return 1, DECODED_CHUNK_K // self.kind.scale_tile_k, SF_TILE_WORDS
 
     @property
     def scale_bytes(self) -> int:

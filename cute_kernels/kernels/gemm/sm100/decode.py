@@ -16,7 +16,7 @@ from cute_kernels.device.codecs.values import values_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import bits_as_f32
-from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS
+from cute_kernels.layout.shapes import DECODED_CHUNK_K, SF_TILE_BYTES, SF_TILE_ROWS
 
 from ..common.scheduler import TileReader, WorkTile
 from .config import CODES_STAGES, K_BLOCKS, DecodedOperand, Sm100GemmConfig
@@ -24,7 +24,7 @@ from .storage import Stages
 from .warp_schedule import WarpSchedule
 
 #: Elements of K of one of the two stages that a stage of codes becomes.
-_HALF_K = PIECE_K // CODES_STAGES
+_HALF_K = DECODED_CHUNK_K // CODES_STAGES
 #: Bytes that a lane reads or writes at a time, and bytes of a row of elements.
 _CHUNK_BYTES, _ROW_BYTES = 16, 128
 

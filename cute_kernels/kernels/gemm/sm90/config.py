@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from cute_kernels.arch import get_arch
 from cute_kernels.layout.lane_chunks import DECODED_SCALE
-from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS
+from cute_kernels.layout.shapes import DECODED_CHUNK_K, SF_TILE_ROWS
 
 from ..common.config import GemmConfig
 from ..common.operand_kinds import DTYPE_BYTES, OPERANDS
@@ -37,7 +37,7 @@ from ..common.rules import Rule
 #: that the lanes of a quad read at once, see ``decode``. It has two in tiles of up to
 #: ``_LONG_STAGE_N`` columns, whose instructions are short beside the overhead of a stage.
 _STAGE_ROW_BYTES = 128
-_LONG_STAGE_K = 2 * PIECE_K
+_LONG_STAGE_K = 2 * DECODED_CHUNK_K
 _LONG_STAGE_N = 16
 #: Columns up to which a tile's instructions are short beside the overhead of a group of them.
 _SHORT_N = 64
@@ -347,12 +347,12 @@ class Sm90GemmConfig(GemmConfig):
         """Elements of K of one stage."""
         if not self.is_decoded:
             return _STAGE_ROW_BYTES * 8 // self.multiplied_bits
-        return _LONG_STAGE_K if self.tile.n <= _LONG_STAGE_N else PIECE_K
+        return _LONG_STAGE_K if self.tile.n <= _LONG_STAGE_N else DECODED_CHUNK_K
 
     @property
     def chunks_per_stage(self) -> int:
         """Number of chunks of 128 along K of one stage."""
-        return self.stage_k // PIECE_K
+        return self.stage_k // DECODED_CHUNK_K
 
     @property
     def promotes(self) -> bool:

@@ -16,7 +16,7 @@ from cute_kernels.device.groups import GroupCursor
 from cute_kernels.device.launch import DSL_TYPES, GridKernel, compact, env_stream
 from cute_kernels.device.memory import load_global_if, store_global, transpose_four
 from cute_kernels.device.ptx import asm, select
-from cute_kernels.layout.shapes import PIECE_K
+from cute_kernels.layout.shapes import DECODED_CHUNK_K
 
 from ...common.problem import N_ALIGN
 from .config import ArrangeConfig
@@ -41,7 +41,7 @@ class ArrangeKernel(GridKernel):
         """Return the fake arguments for compilation."""
         dtype = DSL_TYPES[config.dtype]
         rows, depth, pitch = (cute.sym_int(divisibility=d) for d in (1, N_ALIGN, N_ALIGN))
-        wide = cute.sym_int(divisibility=PIECE_K)
+        wide = cute.sym_int(divisibility=DECODED_CHUNK_K)
         tokens = cute.sym_int() if config.gathered else rows
         return (
             make_fake_tensor(dtype, (tokens, depth), (pitch, 1), assumed_align=_VECTOR_BYTES),
@@ -69,7 +69,7 @@ class ArrangeKernel(GridKernel):
         """
         rows, wide = out.shape
         end_row = GroupCursor(offs, offs.shape[0], rows, Int32(0)).end_row()
-        spans = (wide + (_CHUNKS * PIECE_K - 1)) // (_CHUNKS * PIECE_K)
+        spans = (wide + (_CHUNKS * DECODED_CHUNK_K - 1)) // (_CHUNKS * DECODED_CHUNK_K)
         items = (end_row + (_ROWS - 1)) // _ROWS * spans
         block, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         for item in cutlass.range(block, items, step, unroll=1):
@@ -92,7 +92,7 @@ class ArrangeKernel(GridKernel):
         """Write row ``row`` of ``out``: the first ``depth`` elements of a token, then zeros."""
         lane = cute.arch.lane_idx()
         quad_lane = lane % _QUAD
-        first_element = (span * _CHUNKS + lane // _QUAD) * PIECE_K
+        first_element = (span * _CHUNKS + lane // _QUAD) * DECODED_CHUNK_K
         source = x.iterator.toint() + Int64(token) * x.stride[0] * 2
         target = out.iterator.toint() + Int64(row) * out.shape[1] * 2
         for eight in cutlass.range_constexpr(4):

@@ -21,7 +21,7 @@ from cute_kernels.device.codecs.e2m1_fp16 import high_bytes, scales_as_fp16, tim
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import asm
 from cute_kernels.layout.shapes import (
-    PIECE_K,
+    DECODED_CHUNK_K,
     SF_TILE_BYTES,
     SF_TILE_COLS,
     SF_TILE_ROWS,
@@ -147,10 +147,10 @@ class FragmentDecoder:
         self.group_blocks = config.k_blocks // config.k_groups
         self.groups_per_chunk = config.k_groups // config.chunks_per_stage
         #: Bytes of codes of a row and of all rows of a chunk.
-        self.row_bytes = PIECE_K * config.kind.bits // 8
+        self.row_bytes = DECODED_CHUNK_K * config.kind.bits // 8
         self.chunk_bytes = config.tile.m * self.row_bytes
         #: Bytes of scale tiles of 128 rows: of a chunk, and of a stage.
-        self.chunk_scale_bytes = PIECE_K // config.kind.scale_tile_k * SF_TILE_BYTES
+        self.chunk_scale_bytes = DECODED_CHUNK_K // config.kind.scale_tile_k * SF_TILE_BYTES
         self.scale_row_bytes = config.chunks_per_stage * self.chunk_scale_bytes
         #: True if rows alternate between two tiles of scales; bytes from a row's scales to the
         #: next's.

@@ -21,7 +21,7 @@ from cute_kernels.device.launch import GridKernel, compact, env_stream
 from cute_kernels.device.memory import load_global_if, store_global
 from cute_kernels.device.ptx import asm
 from cute_kernels.device.scales import row_scales_at
-from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS
+from cute_kernels.layout.shapes import DECODED_CHUNK_K, PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.layout.slots import TILE_ROWS
 
 from .config import ExpandConfig
@@ -29,7 +29,7 @@ from .config import ExpandConfig
 _ROWS = 8
 #: Bytes of codes of a block.
 _BLOCK_BYTES = 8
-_CHUNK_BYTES = PIECE_K // 2
+_CHUNK_BYTES = DECODED_CHUNK_K // 2
 _CHUNK_BLOCKS = _CHUNK_BYTES // _BLOCK_BYTES
 _CHUNK_TILES = _CHUNK_BLOCKS // SF_TILE_COLS
 #: Chunks that a warp handles at once, one per quad.
@@ -50,7 +50,7 @@ class ExpandKernel(GridKernel):
     def fake_args(config: ExpandConfig) -> tuple[Any, ...]:
         """Return the fake arguments for compilation."""
         rows, width, pitch = (cute.sym_int(divisibility=d) for d in (1, 8, PITCH_ALIGNMENT))
-        wide = cute.sym_int(divisibility=PIECE_K)
+        wide = cute.sym_int(divisibility=DECODED_CHUNK_K)
         tiles = (cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
         return (
             make_fake_tensor(Uint8, (rows, width), (pitch, 1), assumed_align=16),
@@ -119,11 +119,11 @@ class ExpandKernel(GridKernel):
         words = self.load_codes(codes, row, chunk)
         pairs = self.load_scales(scales, slot, chunk)
         target = out.iterator.toint() + Int64(row) * (out.shape[1] * 2)
-        target += (chunk * PIECE_K + lane % 4 * 8) * 2
+        target += (chunk * DECODED_CHUNK_K + lane % 4 * 8) * 2
         # This lane's code of each byte as its high nibble, and its two of four high bytes.
         shift = ((1 - odd) * 4).to(Uint32)
         selector = (0x2404 + half * (0x3414 - 0x2404)).to(Uint32)
-        if chunk * PIECE_K < out.shape[1]:
+        if chunk * DECODED_CHUNK_K < out.shape[1]:
             for word in range_constexpr(4):
                 values = []
                 for j in range_constexpr(4):

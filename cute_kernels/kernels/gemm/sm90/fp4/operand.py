@@ -2,7 +2,7 @@
 
 from cutlass import cute
 
-from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS, SF_TILE_WORDS
+from cute_kernels.layout.shapes import DECODED_CHUNK_K, SF_TILE_ROWS, SF_TILE_WORDS
 
 from ..config import Sm90GemmConfig
 
@@ -12,7 +12,7 @@ def codes_stages(config: Sm90GemmConfig) -> tuple[tuple[int, int], cute.Layout]:
 
     Lanes read whole rows of a chunk, without bank conflicts as they are.
     """
-    rows, width = config.tile.m, PIECE_K * config.kind.bits // 8
+    rows, width = config.tile.m, DECODED_CHUNK_K * config.kind.bits // 8
     chunk = rows * width
     layout = cute.make_layout(
         (rows, (width, config.chunks_per_stage), config.num_ab_stage),
