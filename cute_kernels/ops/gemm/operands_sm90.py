@@ -14,7 +14,8 @@ from torch import Tensor
 from ...kernels.gemm.common.config import GemmConfig
 from ...kernels.gemm.sm90.config import Sm90GemmConfig
 from ...kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
-from ...kernels.quantize.config import AmaxConfig, RowsConfig, TokenValuesConfig, ValuesConfig
+from ...kernels.quantize.config import RowsConfig, TokenValuesConfig, ValuesConfig
+from ...kernels.quantize.pass_config import AmaxConfig
 from ...layout.buffers import BufferSpec
 from ...layout.shapes import DECODED_CHUNK_K, ceil_div
 from ...runtime.allocator import Allocator
