@@ -14,12 +14,8 @@ from torch import Tensor
 
 from ...formats import Format
 from ...kernels.quantize.choose import choose_row_config, choose_tile_config, prefers_rows
-from ...kernels.quantize.config import (
-    AmaxConfig,
-    QuantizeProblem,
-    RowsConfig,
-    TokensConfig,
-)
+from ...kernels.quantize.config import QuantizeProblem, RowsConfig, TokensConfig
+from ...kernels.quantize.pass_config import AmaxConfig
 from ...kernels.quantize.prologue import Prologue
 from ...layout.buffers import BufferSpec
 from ...reference.codecs import codec_of
