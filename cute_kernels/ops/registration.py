@@ -8,7 +8,6 @@ implementations of both. All four share ``check`` and ``outputs`` and cannot dri
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -218,13 +217,14 @@ def _fast_call(cls: type[Op]) -> Callable[..., Any]:
     dispatched = getattr(torch.ops.cute_kernels, cls.name).default
     OPS_BY_OVERLOAD[dispatched] = cls
     has_offs, returns_list = cls.has_offs, cls.returns_list
+    positional = _Parameters(cls).positional
 
     def fast_call(*args: Any, **kwargs: Any) -> Any:
         """Call the op, without the dispatcher if nothing observes the call."""
         if kwargs:
             if torch.compiler.is_compiling():  # Dynamo cannot trace dataclasses.fields.
                 return dispatched(*args, **kwargs)
-            args = _positional_arguments(cls, args, kwargs)
+            args = positional(args, kwargs)
         if needs_dispatcher(args):
             return dispatched(*args)
         choice = chosen_backend()
@@ -241,32 +241,40 @@ def _fast_call(cls: type[Op]) -> Callable[..., Any]:
     return fast_call
 
 
-@functools.cache
-def _parameters(cls: type[Op]) -> tuple[dict[str, int], list[Any]]:
-    """Return the positions of an op's arguments by name, and their defaults."""
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    return {field.name: i for i, field in enumerate(fields)}, [field.default for field in fields]
+class _Parameters:
+    """Positions and defaults of an op's arguments.
 
-
-def _positional_arguments(
-    cls: type[Op], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Return the arguments of a call in the order of the op's fields, without trailing defaults.
-
-    Raises:
-        TypeError: an argument is unknown, missing or given twice.
+    Args:
+        cls: Class of the op.
     """
-    positions, defaults = _parameters(cls)
-    values = [*args, *defaults[len(args) :]]
-    count = len(args)
-    for name, value in kwargs.items():
-        position = positions.get(name, -1)
-        if position < len(args):
-            reason = "an unexpected argument" if position < 0 else "two values for argument"
-            raise TypeError(f"{cls.name}() got {reason} {name!r}")
-        values[position] = value
-        count = max(count, position + 1)
-    for name, position in positions.items():
-        if values[position] is dataclasses.MISSING:
-            raise TypeError(f"{cls.name}() is missing argument {name!r}")
-    return tuple(values[:count])
+
+    def __init__(self, cls: type[Op]) -> None:
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        self._op_name = cls.name
+        self._positions = {field.name: i for i, field in enumerate(fields)}
+        self._defaults = [field.default for field in fields]
+        self._num_required = sum(field.default is dataclasses.MISSING for field in fields)
+
+    def positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the arguments of a call in the order of the op, without trailing defaults.
+
+        Raises:
+            TypeError: An argument is unknown, missing or given twice.
+        """
+        num_args = count = len(args)
+        positions = self._positions
+        values = [*args, *self._defaults[num_args:]]
+        for name, value in kwargs.items():
+            position = positions.get(name, -1)
+            if position < num_args:
+                reason = "an unexpected argument" if position < 0 else "two values for argument"
+                raise TypeError(f"{self._op_name}() got {reason} {name!r}")
+            values[position] = value
+            if position >= count:
+                count = position + 1
+        # Fields without a default come first.
+        for position in range(num_args, self._num_required):
+            if values[position] is dataclasses.MISSING:
+                name = next(name for name, i in positions.items() if i == position)
+                raise TypeError(f"{self._op_name}() is missing argument {name!r}")
+        return tuple(values[:count])
