@@ -123,6 +123,7 @@ def register(cls: type[Op]) -> type[Op]:
         refuse_derivatives(f"{cls.name}_out", (*op.tensors().items(), *written), f"call {cls.name}")
 
     def call_out(*args: Any, **kwargs: Any) -> None:
+        """Compute the op into the caller's outputs."""
         outputs, options = pop_outputs(kwargs)
         op = cls(*args, **kwargs)
         plan = op.cached_plan()
@@ -137,6 +138,7 @@ def register(cls: type[Op]) -> type[Op]:
             plan.compute_into(op, outputs, **options)
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
+        """Check the arguments and the outputs without computing."""
         outputs, _ = pop_outputs(kwargs)
         op = cls(*args, **kwargs)
         op.check()
@@ -158,6 +160,7 @@ def register_inplace(cls: type[Op]) -> type[Op]:
     remedy = "call it under torch.no_grad()"
 
     def call(*args: Any, **kwargs: Any) -> None:
+        """Compute the op in place."""
         op = cls(*args, **kwargs)
         plan = op.cached_plan()
         arguments = [getattr(op, name) for name in cls.written]
@@ -219,6 +222,7 @@ def _fast_call(cls: type[Op]) -> Callable[..., Any]:
     orders: dict[tuple[Any, ...], tuple[_Order, list[Any]]] = {}
 
     def fast_call(*args: Any, **kwargs: Any) -> Any:
+        """Call the op, without the dispatcher if nothing observes the call."""
         if kwargs:
             if torch.compiler.is_compiling():  # Dynamo cannot trace dataclasses.fields.
                 return dispatched(*args, **kwargs)

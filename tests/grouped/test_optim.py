@@ -190,6 +190,8 @@ def test_a_kernel_writes_prepacked_codes(arch):
 
 
 @pytest.mark.compile
+@pytest.mark.compile
+@pytest.mark.emulated
 @each_arch
 def test_a_compiled_step_calls_the_kernel(arch):
     steps = KernelSteps(FORMATS[3], arch)

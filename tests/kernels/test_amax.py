@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import ptx_emulator as emulator
-from cute_kernels.kernels.quantize.config import AmaxConfig, OffsetsConfig
+from cute_kernels.kernels.quantize.pass_config import AmaxConfig, OffsetsConfig
 from cute_kernels.reference.absmax import absmax
 from cute_kernels.reference.reductions import compute_offsets, grouped_amax
 from tests.helpers import (

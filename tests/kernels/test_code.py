@@ -6,13 +6,8 @@ import pytest
 from cute_kernels.formats import MXFP8, NVFP4
 from cute_kernels.kernels.gemm.variants import kernel_specs
 from cute_kernels.kernels.quantize.choose import choose_row_config
-from cute_kernels.kernels.quantize.config import (
-    AmaxConfig,
-    Prologue,
-    QuantizeProblem,
-    RowsConfig,
-    TileConfig,
-)
+from cute_kernels.kernels.quantize.config import Prologue, QuantizeProblem, RowsConfig, TileConfig
+from cute_kernels.kernels.quantize.pass_config import AmaxConfig
 from cute_kernels.testing.compiled import compile_for_emulator
 from tests.helpers import DTYPES
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from cute_kernels import backend
-from cute_kernels.kernels.quantize.config import DbiasConfig
+from cute_kernels.kernels.quantize.pass_config import DbiasConfig
 from cute_kernels.ops.checks import unchecked_end_rows
 from tests.helpers import (
     DTYPES,

@@ -13,13 +13,8 @@ import ptx_emulator as emulator
 from cute_kernels import backend
 from cute_kernels.formats import NVFP4, parse
 from cute_kernels.kernels.quantize.choose import choose_dequantize_config
-from cute_kernels.kernels.quantize.config import (
-    AmaxConfig,
-    DbiasConfig,
-    DequantizeConfig,
-    RowsConfig,
-    TileConfig,
-)
+from cute_kernels.kernels.quantize.config import DequantizeConfig, RowsConfig, TileConfig
+from cute_kernels.kernels.quantize.pass_config import AmaxConfig, DbiasConfig
 from cute_kernels.layout.buffers import buffers, code_pitch
 from cute_kernels.layout.shapes import ceil_div, scale_tiles
 from cute_kernels.testing.compiled import compile_for_emulator

@@ -11,15 +11,8 @@ from typing import Any, TypeVar
 from cute_kernels.arch import get_arch
 from cute_kernels.formats import Format
 
-from .config import (
-    DTYPE_BYTES,
-    DbiasConfig,
-    DequantizeConfig,
-    Grouping,
-    QuantizeProblem,
-    RowsConfig,
-    TileConfig,
-)
+from .config import DTYPE_BYTES, DequantizeConfig, Grouping, QuantizeProblem, RowsConfig, TileConfig
+from .pass_config import DbiasConfig
 
 RowsConfigT = TypeVar("RowsConfigT", bound=RowsConfig)
 TileConfigT = TypeVar("TileConfigT", bound=TileConfig)

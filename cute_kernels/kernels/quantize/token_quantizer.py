@@ -27,7 +27,8 @@ from cute_kernels.layout.shapes import SF_TILE_BYTES
 from cute_kernels.layout.slots import TILE_ROWS
 
 from .config import TokensConfig
-from .row_quantizer import Lane, Output, RowSharedMemory, RowsQuantizer, row_address
+from .row_quantizer import Output, RowsQuantizer
+from .row_team import Lane, RowSharedMemory, row_address
 from .row_values import RowValuesQuantizer
 
 #: Bytes that a warp stores per row: the addresses of its codes and of its scales, 0 if there is no

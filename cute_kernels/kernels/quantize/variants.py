@@ -15,15 +15,10 @@ from cute_kernels.formats.base import FP8_ELEMENTS
 from .choose import choose_dequantize_config, choose_tile_config, prefers_rows
 from .config import (
     DTYPE_BYTES,
-    AdamWConfig,
     AdamWTileConfig,
-    AmaxConfig,
-    DbiasConfig,
-    DelayedConfig,
     DequantizeConfig,
     GradientConfig,
     Grouping,
-    OffsetsConfig,
     Prologue,
     QuantizeProblem,
     RowsConfig,
@@ -32,6 +27,7 @@ from .config import (
     TokenValuesConfig,
     ValuesConfig,
 )
+from .pass_config import AdamWConfig, AmaxConfig, DbiasConfig, DelayedConfig, OffsetsConfig
 
 Config = (
     AdamWConfig

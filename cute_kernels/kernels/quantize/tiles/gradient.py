@@ -12,7 +12,7 @@ takes. It reads tile positions, weights and scales ahead.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
@@ -30,8 +30,8 @@ from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.groups import GroupCursor
 from cute_kernels.device.launch import compact, env_stream
-from cute_kernels.device.memory import load_global_if, load_shared, store_shared
-from cute_kernels.device.ptx import add_rn, bits_as_f32, f32_as_bits, select
+from cute_kernels.device.memory import load_shared, store_shared
+from cute_kernels.device.ptx import add_rn, bits_as_f32
 from cute_kernels.formats.activations import parse_activation
 from cute_kernels.kernels.quantize.amax import AmaxKernels
 from cute_kernels.kernels.quantize.fakes import FakeBuffers
@@ -49,7 +49,8 @@ from .geometry import (
     TileGeometry,
     TileSharedMemory,
 )
-from .loader import DESCRIPTOR_WORDS, TileLoader, Tma
+from .gradient_loader import FACTORS_BYTES, WEIGHTS_BYTES, GradientInputs, GradientLoader
+from .loader import DESCRIPTOR_WORDS, Tma
 from .scales import write_column_scales
 from .team import CopyBuffers, Team
 
@@ -61,135 +62,6 @@ _THREADS = 256
 #: Lanes that share a row of a tile, eight columns each, and rows that a warp has at once.
 _LANES = TILE_COLS // 8
 _ROWS = WARP_SIZE // _LANES
-#: Bytes of the weights of a stage's rows; a counter of rows lies behind them.
-_WEIGHTS = TILE_ROWS * 4
-_FACTORS = _WEIGHTS + 16
-
-
-class Inputs(NamedTuple):
-    """Inputs of the loader.
-
-    Attributes:
-        x: Boxes of x, (R, W).
-        grad: Boxes of grad, (R, N).
-        weight: (T * top_k,) fp32 routing weights.
-        pair: (R,) int32 index of each row's weight.
-        input_scales: (G,) fp32 scales of both copies, None each if the format takes none.
-        counter: (1,) int32 counter of tiles.
-    """
-
-    x: Tma
-    grad: Tma
-    weight: cute.Tensor
-    pair: cute.Tensor
-    input_scales: tuple[cute.Tensor | None, cute.Tensor | None]
-    counter: cute.Tensor
-
-
-class GradientLoader(TileLoader):
-    """Loads tiles of the inputs, and the weights of their rows."""
-
-    @cute.jit
-    def load(
-        self, groups: GroupCursor, cols: Int32, inputs: Inputs, shared: TileSharedMemory
-    ) -> None:  # type: ignore[override]
-        """Load the tiles that the CTA takes from the counter, see ``TileLoader.load``."""
-        stage, phase, band_tiles = Int32(0), Int32(1), self.config.band
-        col_tiles = (cols + (TILE_COLS - 1)) // TILE_COLS
-        num_tiles = groups.used_tiles()
-        item, end = cute.arch.block_idx()[0], num_tiles * col_tiles
-        while item < end:
-            band = item // (band_tiles * col_tiles) * band_tiles
-            slot_tile, col_tile = self.tile_of(item, num_tiles, col_tiles)
-            group, first_row, num_rows = groups.locate_in_warp(slot_tile)
-            least = item
-            if num_rows <= 0:
-                next_tile = groups.seek(band, Int32(0))[0]
-                if next_tile >= band + band_tiles:
-                    least = (
-                        next_tile // band_tiles * (band_tiles * col_tiles)
-                    )  # no rows up to there
-            num_taken = self.take(inputs.counter, item, end, least)
-            if num_rows > 0:
-                weights = self.read_weights(inputs, first_row, num_rows)
-                scales = [
-                    Int32(0) if scale is None else Int32(f32_as_bits(scale[group]))
-                    for scale in inputs.input_scales
-                ]
-                cute.arch.mbarrier_wait(shared.empty + stage, phase)
-                tile = TileDescriptor(slot_tile, col_tile, first_row, num_rows, group, *scales)
-                self.describe(shared, stage, tile)
-                self.load_tile(tile, inputs, stage, stage, shared)
-                self.store_weights(weights, shared.factors.toint() + stage * _FACTORS)
-                self.announce(shared, stage)
-                phase ^= stage
-                stage ^= 1
-            item = self.next(inputs.counter, num_taken, end)
-        cute.arch.mbarrier_wait(shared.empty + stage, phase)
-        self.describe(shared, stage, TileDescriptor(*[Int32(0)] * 7))
-        self.announce(shared, stage)
-
-    @cute.jit
-    def take(self, counter: cute.Tensor, item: Int32, end: Int32, least: Int32) -> Int32:
-        """Return in the first lane how many items have been taken.
-
-        The request is made before the answer is needed. CTAs began with items of their own. The
-        next item is not before ``least``.
-        """
-        num_taken = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            if least > item:
-                least = cutlass.min(least, end) - cute.arch.grid_dim()[0]
-                cute.arch.atomic_max(counter.iterator, least, sem="relaxed", scope="gpu")
-            num_taken = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-        return num_taken
-
-    @cute.jit
-    def next(self, counter: cute.Tensor, num_taken: Int32, end: Int32) -> Int32:
-        """Return the item that follows ``num_taken`` taken ones.
-
-        The CTA whose request is the last of all clears the counter.
-        """
-        if cute.arch.lane_idx() == 0 and num_taken == end - 1:
-            cute.arch.atomic_exch(counter.iterator, Int32(0), sem="relaxed", scope="gpu")
-        return cute.arch.shuffle_sync(num_taken, 0) + cute.arch.grid_dim()[0]
-
-    def read_weights(self, inputs: Inputs, first_row: Int32, num_rows: Int32) -> list[Uint32]:
-        """Return the weight of a lane's row in each 32 rows; 0 if the row has none."""
-        loaded, pairs = [], inputs.weight.shape[0]
-        for i in range(TILE_ROWS // WARP_SIZE):
-            row = i * WARP_SIZE + cute.arch.lane_idx()
-            loaded += load_global_if(
-                inputs.pair.iterator.toint() + Int64(first_row + row) * 4, 4, row, num_rows
-            )
-        pair_indices = [
-            Int32(select(Int32(address) < 0, Uint32(pairs), address)) for address in loaded
-        ]
-        address = inputs.weight.iterator.toint()
-        return [
-            load_global_if(address + Int64(pair) * 4, 4, pair, pairs)[0] for pair in pair_indices
-        ]
-
-    @cute.jit
-    def store_weights(self, weights: list[Uint32], address: Int32) -> None:
-        """Write weights to shared memory, and reset the counter of rows behind them."""
-        for i, p in enumerate(weights):
-            store_shared(address + (i * WARP_SIZE + cute.arch.lane_idx()) * 4, [p])
-        with cute.arch.elect_one():
-            store_shared(address + _WEIGHTS, [Uint32(0)])
-
-    def sources(self, tile: TileDescriptor, inputs: Inputs) -> list[tuple[Tma, Int32]]:
-        """Return the boxes of A, of B if the activation is gated, and of grad."""
-        first_column, half = tile.col_tile * TILE_COLS, inputs.grad.source.shape[1]
-        return [
-            *((inputs.x, first_column + t * half) for t in range(self.config.num_tiles)),
-            (inputs.grad, first_column),
-        ]
-
-    @cute.jit
-    def announce(self, shared: TileSharedMemory, full: Int32) -> None:
-        """Arrive at the barrier of a stage; each lane arrives for its weights."""
-        cute.arch.mbarrier_arrive(shared.full + full)  # each lane, for its weights
 
 
 class GradientQuantizer(AmaxKernels):
@@ -346,7 +218,7 @@ class GradientQuantizer(AmaxKernels):
             scales=allocate(self.config.num_tiles * SF_TILE_BYTES),
             scales_t=allocate(2 * (self.config.num_tiles + 1) * self.scales_bytes),
             squares=tiles,
-            factors=allocate(stages * _FACTORS),
+            factors=allocate(stages * FACTORS_BYTES),
             descriptors=smem.allocate_array(Int32, stages * DESCRIPTOR_WORDS, byte_alignment=16),
             full=smem.allocate_array(Int64, stages, byte_alignment=8),
             empty=smem.allocate_array(Int64, stages, byte_alignment=8),
@@ -365,7 +237,7 @@ class GradientQuantizer(AmaxKernels):
         cols = x_source.shape[1], grad_source.shape[1]
         if warp == self.threads // WARP_SIZE:
             boxes = Tma(x_copy, x_source, x_box), Tma(grad_copy, grad_source, grad_box)
-            inputs = Inputs(*boxes, weight, pair, input_scales, counter)
+            inputs = GradientInputs(*boxes, weight, pair, input_scales, counter)
             self.loader.load(groups, cols[1], inputs, shared)
         else:
             if const_expr(self.table is not None):
@@ -434,7 +306,7 @@ class GradientQuantizer(AmaxKernels):
                 self.make(
                     tile,
                     stage_address,
-                    shared.factors.toint() + stage * _FACTORS,
+                    shared.factors.toint() + stage * FACTORS_BYTES,
                     sums,
                     shared.table,
                 )
@@ -546,7 +418,7 @@ class GradientQuantizer(AmaxKernels):
         """Return in the first lane the next rows that no warp has taken."""
         first_row = Int32(0)
         if cute.arch.lane_idx() == 0:
-            counter = cute.make_ptr(Int32, factors_address + _WEIGHTS, cute.AddressSpace.smem)
+            counter = cute.make_ptr(Int32, factors_address + WEIGHTS_BYTES, cute.AddressSpace.smem)
             first_row = cute.arch.atomic_add(counter, Int32(_ROWS), sem="relaxed", scope="cta")
         return first_row
 
