@@ -172,7 +172,7 @@ def test_unigram_entropy():
 
 def test_batches():
     corpus = load_corpus()
-    assert len(corpus.held_out) == pytest.approx(len(corpus.train) / 9, rel=0.1)
+    assert len(corpus.validation) == pytest.approx(len(corpus.train) / 9, rel=0.1)
     inputs, targets = sample_batch(corpus.train, 5, 7, seeded_generator(0))
     assert inputs.shape == targets.shape == (5, 7)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])

@@ -1,7 +1,7 @@
-"""The buffers of a quantized tensor: what there is of each format, and how large. Stated once.
+"""Buffers of a quantized tensor of each format, and their shapes.
 
-``buffers`` is asked by the ops and their fakes, by the hosts of kernels, by ``grouped`` and by
-tests; nothing else works out the shape of a code, a scale or a second level.
+Ops and their fakes, launchers, ``grouped`` and tests all call ``buffers``. No other code computes
+the shape of codes, scales or global scales.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class BufferSpec(NamedTuple):
     """One tensor that an op writes.
 
     Attributes:
-        shape: its shape.
-        dtype: its dtype.
-        pitch: elements from one row to the next; None if contiguous.
-        zeroed: a fresh one reads as zeros wherever the op does not write. Elsewhere what is not
-            written is unspecified (the reference backend gives zeros there, too).
+        shape: Shape.
+        dtype: Dtype.
+        pitch: Number of elements from one row to the next; None if contiguous.
+        zeroed: True if a fresh tensor reads as zeros where the op does not write. Otherwise
+            unwritten elements are unspecified (the reference backend gives zeros there, too).
     """
 
     shape: tuple[int, ...]
@@ -53,12 +53,12 @@ class BufferSpec(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """Entries from its first to the end of its last row, the padding of rows included."""
+        """Number of entries from the first to the end of the last row, including row padding."""
         *rows, width = self.shape
         return math.prod(rows) * (width if self.pitch is None else self.pitch)
 
     def allocate(self, device: torch.device, zeroed: bool) -> Tensor:
-        """A fresh tensor, of zeros if ``zeroed``."""
+        """Return a fresh tensor, zeroed if ``zeroed``."""
         if self.pitch is None:
             out = torch.empty(self.shape, dtype=self.dtype, device=device)
         else:
@@ -67,12 +67,12 @@ class BufferSpec(NamedTuple):
 
 
 class MemberSpan(NamedTuple):
-    """One member's part of a flat buffer of groups that have shapes of their own.
+    """Range of one member in a flat buffer of groups that have shapes of their own.
 
     Attributes:
-        spec: what it is: the buffer of a uniform tensor of this one group, (1, ...).
-        start: entry of the flat buffer at which it starts.
-        end: entry at which the next member's part starts.
+        spec: Spec of the member: the buffer of a uniform tensor of this one group, (1, ...).
+        start: First entry in the flat buffer.
+        end: Entry at which the next member starts.
     """
 
     spec: BufferSpec
@@ -80,7 +80,7 @@ class MemberSpan(NamedTuple):
     end: int
 
     def view_of(self, buffer: Tensor) -> Tensor:
-        """The part of ``buffer``, of the shape of ``spec``: a view."""
+        """Return the member in ``buffer`` as a view of the shape of ``spec``."""
         *rows, width = self.spec.shape
         pitch = width if self.spec.pitch is None else self.spec.pitch
         return (
@@ -97,42 +97,42 @@ def buffers(
     columnwise: bool = False,
     shapes: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, BufferSpec]:
-    """The buffers of a quantized tensor by name, in the order of ``fmt.buffer_names``.
+    """Return the buffers of a quantized tensor by name, in the order of ``fmt.buffer_names``.
 
     Args:
-        fmt: the format.
+        fmt: Format.
         shape: (T, K) of a ragged tensor, (G, N, K) of a uniform one, or (capacity,) with
             ``shapes``.
         num_groups: G of a ragged tensor; None if uniform, or with ``shapes``.
-        rowwise: the copy with blocks along K is there.
-        columnwise: the copy with blocks along the rows of each group is there. Its buffers end
-            in ``_t``. Its rows lie in slots (``slots``): P = 128 * tiles of them for a
-            ragged tensor, and as many for each group of a uniform one, whose buffers have G
-            as first dimension.
-        shapes: (m, n) of each member, where the last dimension varies or both do.
+        rowwise: Include the copy with blocks along K.
+        columnwise: Include the copy with blocks along the rows of each group. The names of its
+            buffers end in ``_t``. Its rows lie in slots (``slots``): P = 128 * tiles of them for
+            a ragged tensor, or for each group of a uniform one, whose buffers then have G as
+            first dimension.
+        shapes: (m, n) of each member, if their last dimensions differ.
 
     Returns:
-        Rowwise codes are (T, K) elements, packed, in rows that TMA can take. Columnwise ones
-        are (K, P) if transposed and (P, K) if not. Block scales in 128x4 tiles are (P / 128,
-        tiles along K, 512) and (ceil(K / 128), tiles along P, 512); MN-major ones (blocks along
-        K, P) and (P / block, K), or (P / 128, blocks along K) of square blocks in both. A
-        vector of the second level has one number a group or a row.
+        Rowwise codes are (T, K) elements, packed, with a row pitch for TMA. Columnwise codes are
+        (K, P) if transposed, else (P, K). Block scales in 128x4 tiles are (P / 128, tiles along
+        K, 512) and (ceil(K / 128), tiles along P, 512). MN-major scales are (blocks along K, P)
+        and (P / block, K), or (P / 128, blocks along K) of square blocks in both directions. A
+        vector of the global scale has one number per group or per row.
 
-        With ``shapes`` every buffer is flat: the parts of the members one after the other, as
-        ``member_spans`` has them. The capacity counts for none of them.
+        With ``shapes`` every buffer is flat: the members are consecutive, as in
+        ``member_spans``. The capacity does not count.
     """
     if shapes is not None:
-        parts = member_spans(fmt, shapes, rowwise=rowwise, columnwise=columnwise)
-        return {name: BufferSpec((p[-1].end,), p[-1].spec.dtype) for name, p in parts.items()}
+        spans = member_spans(fmt, shapes, rowwise=rowwise, columnwise=columnwise)
+        return {name: BufferSpec((p[-1].end,), p[-1].spec.dtype) for name, p in spans.items()}
     *rows, cols = shape
     batch: tuple[int, ...] = ()
     if num_groups is None:
         batch, groups, tiles = (rows[0],), rows[0], uniform_tiles(rows[1])
     else:
         groups, tiles = num_groups, num_slot_tiles(rows[0], num_groups)
-    found: dict[str, BufferSpec] = {}
-    for is_asked, is_columnwise in ((rowwise, False), (columnwise, True)):
-        if not is_asked:
+    specs_by_name: dict[str, BufferSpec] = {}
+    for is_requested, is_columnwise in ((rowwise, False), (columnwise, True)):
+        if not is_requested:
             continue
         specs = [
             _columnwise_codes(fmt, batch, tiles, cols)
@@ -145,70 +145,74 @@ def buffers(
         if level is not None:
             vector = tuple(rows) if level.per == "row" else (groups,)
             specs += [BufferSpec(vector, torch.float32)] * len(level.buffers)
-        found |= zip(fmt.buffer_names(is_columnwise), specs, strict=True)
-    return found
+        specs_by_name |= zip(fmt.buffer_names(is_columnwise), specs, strict=True)
+    return specs_by_name
 
 
 def member_spans(
     fmt: Format, shapes: Sequence[Sequence[int]], *, rowwise: bool = True, columnwise: bool = False
 ) -> dict[str, list[MemberSpan]]:
-    """Where each member (m, n) lies in the flat buffers of groups that have shapes of their own.
+    """Return the range of each member (m, n) in the flat buffers of groups with shapes of their
+    own.
 
-    A member's part of a buffer is that buffer of a uniform tensor of this one group, row pitch
-    included: ``buffers(fmt, (1, m, n), None)``. Codes and scales of a member start at the next
-    multiple of ``MEMBER_ALIGNMENT`` bytes, and so does what would come after the last one. Vectors
-    of the second level have no gaps: (G,), or one entry for each row of each member.
+    The range of a member is the buffer of a uniform tensor of this one group, including the row
+    pitch: ``buffers(fmt, (1, m, n), None)``. Codes and scales of a member start at the next
+    multiple of ``MEMBER_ALIGNMENT`` bytes, and the buffer ends at such a multiple. Vectors of the
+    global scale have no gaps: (G,), or one entry for each row of each member.
 
     Returns:
-        The parts in the order of the members, by the name of the buffer.
+        The ranges in the order of the members, by the name of the buffer.
     """
-    of_members = [
+    member_specs = [
         buffers(fmt, (1, *shape), None, rowwise=rowwise, columnwise=columnwise) for shape in shapes
     ]
     vectors = _vectors(fmt)
-    found: dict[str, list[MemberSpan]] = {}
-    for name, first in of_members[0].items():
-        step = 1 if name in vectors else MEMBER_ALIGNMENT // first.dtype.itemsize
-        found[name], start = [], 0
-        for specs in of_members:
+    spans: dict[str, list[MemberSpan]] = {}
+    for name, first_spec in member_specs[0].items():
+        step = 1 if name in vectors else MEMBER_ALIGNMENT // first_spec.dtype.itemsize
+        spans[name], start = [], 0
+        for specs in member_specs:
             end = round_up(start + specs[name].extent, step)
-            found[name].append(MemberSpan(specs[name], start, end))
+            spans[name].append(MemberSpan(specs[name], start, end))
             start = end
-    return found
+    return spans
 
 
 def _vectors(fmt: Format) -> set[str]:
-    levels = ((way, fmt.global_scale_for(way)) for way in (False, True))
+    """Return the names of the vectors of the global scale."""
+    scales = ((columnwise, fmt.global_scale_for(columnwise)) for columnwise in (False, True))
     return {
         name
-        for way, level in levels
-        if level is not None
-        for name in fmt.buffer_names(way)[-len(level.buffers) :]
+        for columnwise, scale in scales
+        if scale is not None
+        for name in fmt.buffer_names(columnwise)[-len(scale.buffers) :]
     }
 
 
 def _rows_of_codes(element: ElementType, rows: tuple[int, ...], cols: int) -> BufferSpec:
-    """Codes of rows of ``cols`` elements, each row padded to a pitch that TMA can take."""
+    """Return the spec of rows of ``cols`` codes, with a row pitch for TMA."""
     width = element.width(cols)
     return BufferSpec((*rows, width), element.dtype, code_pitch(width, element.dtype.itemsize))
 
 
 def code_pitch(width: int, itemsize: int = 1) -> int:
-    """Elements from one row of codes to the next: ``width``, padded to what TMA takes."""
+    """Return the number of elements from one row of codes to the next, padded for TMA."""
     return round_up(width * itemsize, PITCH_ALIGNMENT) // itemsize
 
 
 def _columnwise_codes(fmt: Format, batch: tuple[int, ...], tiles: int, cols: int) -> BufferSpec:
+    """Return the spec of columnwise codes."""
     slots = tiles * TILE_ROWS
     if fmt.columnwise == "untransposed":
         return _rows_of_codes(fmt.element, (*batch, slots), cols)
-    # Whole tiles are always a pitch that TMA can take.
+    # The width of whole tiles is always a valid pitch for TMA.
     return _rows_of_codes(fmt.element, (*batch, cols), slots)._replace(pitch=None)
 
 
 def _scales(
     fmt: Format, batch: tuple[int, ...], tiles: int, cols: int, columnwise: bool
 ) -> BufferSpec:
+    """Return the spec of block scales."""
     scale = fmt.scale
     assert scale is not None
     vec, slots = scale.vec_size, tiles * TILE_ROWS

@@ -1,7 +1,7 @@
-"""NVFP4 weights prepared for the GEMM of sm_90a, once when they are loaded.
+"""Preparation of NVFP4 weights for the GEMM of sm_90a, once when they are loaded.
 
-Only the order of the bits in each 32-bit word of eight codes changes, so shapes, block scales and
-the results' bits stay. ``decode`` needs fewer instructions for it than for codes one after another.
+Only the order of the bits in each 32-bit word of eight codes changes. Shapes, block scales and the
+bits of results stay the same. ``decode`` needs fewer instructions than for codes in their order.
 """
 
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: Where a prepacked word has bit s and bits eem of code t = 0 .. 3 in its low half; code t + 4 is
-#: alike in the high half. To get them to bit 15 and bits 11 to 9, where fp16 has them, takes left
-#: shifts alone: by one distance for t = 0 and 3, and for t = 1 and 2 by two distances at once, as
-#: one product.
+#: Positions of bit s and bits eem of code t = 0 .. 3 in the low half of a prepacked word. Code t +
+#: 4 has the same positions in the high half. Left shifts alone move them to bit 15 and bits 11 to
+#: 9, their positions in fp16: by one distance for t = 0 and 3, and for t = 1 and 2 by two distances
+#: at once, as one product.
 PREPACKED_BITS = ((15, 9), (14, 3), (13, 0), (12, 6))
 _SIGNS, _MAGNITUDES = 0x00010001, 0x00070007
 
@@ -22,7 +22,7 @@ _BLOCK_BYTES = 8
 
 
 def prepack(codes: Tensor) -> Tensor:
-    """Put the bits of codes into the order of ``PREPACKED_BITS``.
+    """Reorder the bits of codes as ``PREPACKED_BITS`` describes.
 
     Args:
         codes: (..., K / 2) uint8, rows of whole blocks of 16 codes.
@@ -31,20 +31,21 @@ def prepack(codes: Tensor) -> Tensor:
         A tensor of the same shape and strides.
 
     Raises:
-        TypeError: the codes are not uint8.
-        ValueError: their rows are not whole blocks, or not contiguous.
+        TypeError: The codes are not uint8.
+        ValueError: The rows are not whole blocks, or not contiguous.
     """
-    return _moved(codes, _CANONICAL_BITS, PREPACKED_BITS)
+    return _reorder(codes, _CANONICAL_BITS, PREPACKED_BITS)
 
 
 def unpack(codes: Tensor) -> Tensor:
-    """Undo ``prepack``, whose arguments and errors it has."""
-    return _moved(codes, PREPACKED_BITS, _CANONICAL_BITS)
+    """Undo ``prepack``. Arguments and errors are the same."""
+    return _reorder(codes, PREPACKED_BITS, _CANONICAL_BITS)
 
 
-def _moved(
+def _reorder(
     codes: Tensor, before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]
 ) -> Tensor:
+    """Move the bits of codes from the positions ``before`` to ``after``."""
     if codes.dtype != torch.uint8:
         raise TypeError(f"codes must be uint8, got {codes.dtype}")
     if codes.shape[-1] % _BLOCK_BYTES or codes.stride(-1) != 1:

@@ -25,27 +25,39 @@ def adamw_quantize(
     scale: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> None:
-    """A step of AdamW on an fp32 master, and ``grouped_quantize`` of what it makes; all is written
-    in place.
+    """Take a step of AdamW on an fp32 master weight, and quantize the result; all in place.
 
-    ``numbers`` are lr, power1, power2, scale and found_inf: beta1 and beta2 to the power of the
-    step, what gradients are divided by, negative to maximize, and 1 to leave master and moments.
-    With fl() one rounding to fp32 and fma() one of a product and a sum, as nvcc compiles the fused
-    kernel of PyTorch 2.13:
+    ``numbers`` are lr, power1, power2, scale and found_inf. power1 and power2 are beta1 and beta2
+    to the power of the step. scale divides gradients, and is negative to maximize. found_inf = 1
+    leaves master and moments unchanged. Let fl() be one rounding to fp32 and fma() one rounding of
+    a product and a sum, as nvcc compiles the fused kernel of PyTorch 2.13:
 
-      g = fl(grad / scale) p = fma(-fl(lr * weight_decay), p, p), unless weight_decay is 0 m =
-      fma(beta1, m, fma(-beta1, g, g)) v = fma(beta2, v, fma(-beta2, fl(g * g), fl(g * g))) p = fl(p
-      - fl(fl(fl(lr / fl(1 - power1)) * m) / fl(fl(fl(sqrt(v)) / fl(sqrt(fl(1 - power2)))) + eps)))
+      g = fl(grad / scale)
+      p = fma(-fl(lr * weight_decay), p, p), unless weight_decay is 0
+      m = fma(beta1, m, fma(-beta1, g, g))
+      v = fma(beta2, v, fma(-beta2, fl(g * g), fl(g * g)))
+      p = fl(p - fl(fl(fl(lr / fl(1 - power1)) * m)
+                    / fl(fl(fl(sqrt(v)) / fl(sqrt(fl(1 - power2)))) + eps)))
 
-    One kernel; where groups have amaxes two, of which the first takes them of the p that it makes.
+    This takes one kernel; two if groups have amaxes, the first of which computes the amaxes of
+    the new p.
 
     Args:
-        master: p, (G, N, K) fp32, contiguous, like ``exp_avg``, m, and ``exp_avg_sq``, v.
-        grad: (G, N, K) bf16, fp16 or fp32; it stays as it is.
+        master: p, (G, N, K) fp32, contiguous.
+        exp_avg: m, like ``master``.
+        exp_avg_sq: v, like ``master``.
+        grad: (G, N, K) bf16, fp16 or fp32; it is not changed.
         numbers: (5,) fp32.
-        out: the buffers of the directions, as of ``grouped_quantize_out``.
-        format: the text of the format, not a row-scaled one.
-        rowwise: as of ``grouped_quantize``, like ``columnwise``, ``scale`` and ``seed``.
+        out: Buffers of the directions, as for ``grouped_quantize_out``.
+        format: Text of the format, which is not row-scaled.
+        rowwise: As for ``grouped_quantize``.
+        columnwise: As for ``grouped_quantize``.
+        beta1: Decay rate of the first moment.
+        beta2: Decay rate of the second moment.
+        eps: Added to the denominator.
+        weight_decay: Weight decay coefficient.
+        scale: As for ``grouped_quantize``.
+        seed: As for ``grouped_quantize``.
 
     Defined by:
         Op class: ``cute_kernels.ops.optimizer.op.AdamWQuantize``
@@ -57,15 +69,16 @@ def compute_offsets(
     multiplier: int = 1,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """End offset of each group: the inclusive sum of ``splits`` times ``multiplier``.
+    """Return the end offset of each group: the inclusive sum of ``splits`` times ``multiplier``.
 
     Args:
         splits: (G,) int32 or int64 sizes.
-        multiplier: elements counted for each unit of ``splits``, at least 1 and in ``dtype``.
-        dtype: int32 or int64.
+        multiplier: Number of elements per unit of ``splits``, at least 1, in the range of
+            ``dtype``.
+        dtype: Dtype of the offsets: int32 or int64; int32 by default.
 
     Returns:
-        (G,) offsets. Those that ``dtype`` cannot hold saturate: they are its largest number.
+        (G,) offsets. Offsets above the largest number of ``dtype`` saturate.
 
     Defined by:
         Op class: ``cute_kernels.ops.reductions.op.ComputeOffsets``
@@ -76,21 +89,21 @@ def compute_routing(
     expert_ids: Tensor,
     num_experts: int,
 ) -> list[Tensor]:
-    """Rows of tokens sorted by expert, and where each token went: a stable counting sort.
+    """Sort the rows of tokens by expert, and return the row of each token: a stable counting sort.
 
     Token t has one row for each of its k experts. Rows of expert 0 come first, in the order of
-    tokens, then those of expert 1, and so on. An id that is not in [0, E), such as the -1 of an
-    expert on another rank, has no row. Nothing is read on the host.
+    tokens, then rows of expert 1, and so on. An id outside [0, E), such as -1 for an expert on
+    another rank, has no row. Nothing is read on the host.
 
     Args:
         expert_ids: (T, k) int32 or int64.
         num_experts: E, at least 1.
 
     Returns:
-        offs (E,), the END row of each expert; token (T * k,), the token of each row; pair (T *
-        k,), t * k + j of each row, whose weight is ``weights.flatten()[pair]``; row (T, k), the
-        inverse: the row of each of a token's experts. All int32. ``row`` is -1 of an id without
-        a row, ``token`` and ``pair`` are -1 from row ``offs[-1]`` on.
+        Four int32 tensors. offs (E,): END row of each expert. token (T * k,): token of each row.
+        pair (T * k,): t * k + j of each row, whose weight is ``weights.flatten()[pair]``. row (T,
+        k), the inverse: row of each of a token's experts. ``row`` is -1 for an id without a row;
+        ``token`` and ``pair`` are -1 from row ``offs[-1]`` on.
 
     Defined by:
         Op class: ``cute_kernels.ops.moe.op.ComputeRouting``
@@ -106,32 +119,32 @@ def delayed_scaling_update(
     algorithm: str = "max",
     skip_nonfinite: bool = False,
 ) -> None:
-    """Roll the amax history of each slot, and make its next scale; both are written in place.
+    """Roll the amax history of each slot, and compute its next scale; both in place.
 
-    A slot is a column of the history: a group of one tensor. For each, with fl() one rounding to
-    fp32 (TransformerEngine's fused update):
+    A slot is a column of the history: one group of one tensor. For each slot, with fl() one
+    rounding to fp32 (TransformerEngine's fused update):
 
-      last = amax where that is given and not 0, else history[0]
+      last = amax if it is given and not 0, else history[0]
       if last != 0:
         history = (history[1], ..., history[L-1], last)
-        A = max(history) passing over NaN, or last for "most_recent"
+        A = max(history) ignoring NaN, or last for "most_recent"
         if A is finite and A > 0: scale = min(fl(fl(FP8_MAX * 2^-margin) / A), FMAX)
         history[0] = 0
 
-    so the largest of the last L amaxes counts. Where ``last`` is 0 nothing was seen, and nothing
-    changes. An infinite A keeps the scale, until the infinity has left the history.
+    So the largest of the last L amaxes counts. If ``last`` is 0, the slot was not used in this
+    step, and nothing changes. An infinite A keeps the scale until the infinity has left the
+    history.
 
     Args:
-        amax_history: (L, n) fp32, contiguous; row 0 takes the amaxes of the present step, row 1
-            is the oldest.
+        amax_history: (L, n) fp32, contiguous; row 0 collects the amaxes of this step, row 1 is
+            the oldest.
         scale: (n,) fp32, contiguous.
-        format: the text of the format; its element decides FP8_MAX.
-        amax: (n,) fp32 to use instead of row 0, such as one that was reduced over processes;
+        format: Text of the format; its element determines FP8_MAX.
+        amax: (n,) fp32 to use instead of row 0, such as an amax that was reduced over processes;
             its sign is dropped.
         margin: FP8_MAX is divided by two to this power.
         algorithm: ``"max"`` or ``"most_recent"``.
-        skip_nonfinite: a ``last`` that is infinite or NaN counts as 0, and row 0 becomes
-            ``last``.
+        skip_nonfinite: Treat an infinite or NaN ``last`` as 0; row 0 becomes ``last``.
 
     Defined by:
         Op class: ``cute_kernels.ops.delayed_scaling.op.DelayedScalingUpdate``
@@ -142,10 +155,10 @@ def grouped_amax(
     x: Tensor,
     offs: Tensor | None = None,
 ) -> Tensor:
-    """Largest magnitude of each group; NaN is passed over.
+    """Return the largest magnitude of each group, ignoring NaN.
 
     Args:
-        x: (T, K) with ``offs``, or (G, N, K) without; bf16, fp16 or fp32.
+        x: (T, K) with ``offs``, else (G, N, K); bf16, fp16 or fp32.
         offs: (G,) int32 end rows.
 
     Returns:
@@ -160,15 +173,15 @@ def grouped_dbias(
     dy: Tensor,
     offs: Tensor | None = None,
 ) -> Tensor:
-    """Column sums of each group in fp32, in a fixed order: the gradient of a bias.
+    """Return the column sums of each group in fp32, in a fixed order: the gradient of a bias.
 
     Args:
-        dy: (T, N) with ``offs``, or (G, M, N) without; bf16, fp16 or fp32.
+        dy: (T, N) with ``offs``, else (G, M, N); bf16, fp16 or fp32.
         offs: (G,) int32 end rows.
 
     Returns:
-        (G, N) fp32, in which they are summed, zeros for an empty group. Callers cast to the
-        dtype of a bias, once, after adding what else belongs to the gradient.
+        (G, N) fp32, the dtype of the sums; zeros for an empty group. Callers cast to the dtype of
+        the bias once, after adding other parts of the gradient.
 
     Defined by:
         Op class: ``cute_kernels.ops.reductions.op.GroupedDbias``
@@ -188,20 +201,20 @@ def grouped_dequantize(
     """Decode one direction of a quantized tensor.
 
     Args:
-        codes: as ``grouped_quantize`` returns them, rowwise or columnwise.
-        scales: what else that direction needs to be read (``Format.operand_names``): block
-            scales, and the vector of the second level that decodes.
-        format: the text of the format.
-        rows: T, N when uniform, or the capacity with ``shapes``.
-        dtype: bf16, fp16 or fp32.
+        codes: Rowwise or columnwise codes, as ``grouped_quantize`` returns them.
+        scales: Other buffers of that direction that decode (``Format.operand_names``): block
+            scales, and the first vector of the global scale.
+        format: Text of the format.
+        rows: T; N if uniform; or the capacity with ``shapes``.
+        dtype: Dtype of the result: bf16, fp16 or fp32.
         offs: (G,) int32 end rows, or None for uniform groups.
-        columnwise: the copy is the columnwise one.
-        shapes: [m0, n0, m1, n1, ...], rows and columns of groups that have shapes of their own;
-            ``codes`` and ``scales`` then are flat.
+        columnwise: True for the columnwise copy.
+        shapes: [m0, n0, m1, n1, ...]: rows and columns of groups that have shapes of their own;
+            ``codes`` and ``scales`` are then flat.
 
     Returns:
-        (T, K), zeros in the tail, (G, N, K), or (capacity,), zeros in the tail. Each value is
-        rounded to ``dtype`` once.
+        (T, K) or (capacity,) with zeros in the tail, or (G, N, K). Each value is rounded to
+        ``dtype`` once.
 
     Defined by:
         Op class: ``cute_kernels.ops.dequantize.op.GroupedDequantize``
@@ -225,47 +238,45 @@ def grouped_quantize(
     """Quantize the groups of ``x``.
 
     Args:
-        x: (T, K) with ``offs``, (capacity,) with ``shapes``, or (G, N, K) without; bf16, fp16
-            or fp32; K a multiple of what the format asks for. (..., 2K) of a gated
-            activation.
-        format: the text of the format, such as ``"nvfp4:row_scaled"`` (``Format.text``).
-        offs: (G,) int32 end rows. Rows from the last on change nothing that is written.
-        amax: (G,) fp32, the amax of each group, instead of computing it. It is a magnitude: its
-            sign is dropped. Elements beyond it saturate. Where both directions of a format
-            are asked for whose columnwise copy is transformed (``Format.is_transformed``),
-            (2, G): that of the rowwise and that of the columnwise copy.
-        rowwise: write the rowwise copy, blocks along K.
-        columnwise: write the columnwise copy, blocks along the rows of a group. Of a format
-            that transforms it, ``x`` must be bf16.
-        scale: (G,) fp32, finite, what the elements of each group are multiplied by, of a format
-            that takes its scales from the caller: FP8 with delayed scaling, which needs it
-            and takes no ``amax``. Of one that is not finite, zeros and the padding of slots
-            may be NaN. Products beyond the format's largest number saturate. The amax that
-            is returned is that of ``x``, whatever the scale.
-        seed: (2,) int64, which stochastic formats need and others refuse. Codes depend on it,
-            on the element and on the direction alone (``cute_kernels.reference.random_numbers``).
-        activation: the text of what is done to ``x`` first (``Activation.text``), such as
-            ``"swiglu"``: its result is quantized, in fp32 or, where the format truncates,
-            rounded to the dtype of ``x``. ``cute_kernels.reference.activations`` states it
-            to the bit.
-        shapes: [m0, n0, m1, n1, ...], rows and columns of each group, where the last dimension
-            varies or both do; each n a positive multiple of what the format asks for. The
-            groups lie in ``x`` one after the other, contiguous; what is left of it is never
-            read. Each has the codes and scales of a uniform tensor of this one group. With
-            an activation these are the shapes of what is quantized: a gated one reads (m,
-            2n) of ``x`` for each.
-        rows: (R,) int32 with ``offs``: row r of what is quantized, of R rows, is
-            row ``rows[r]`` of ``x``, or made of it. What is none of them is unspecified.
-        inverse: (T, k) int32, which of these R rows each row of ``x`` is, others than those for
-            none: what ``compute_routing`` gives as ``row``. The bits do not depend on it.
-            With it and k > 1 rows that share no scale with others are read once, not k
-            times (``launch.rows.by_token``).
+        x: (T, K) with ``offs``, (capacity,) with ``shapes``, else (G, N, K); bf16, fp16 or fp32. K
+            is a multiple of the format's ``k_multiple``. A gated activation needs (..., 2K).
+        format: Text of the format, such as ``"nvfp4:row_scaled"`` (``Format.text``).
+        offs: (G,) int32 end rows. Rows past the last one do not affect the result.
+        amax: (G,) fp32 amax of each group, to use instead of computing it; the sign is dropped.
+            Elements above it saturate. (2, G), for the rowwise and the columnwise copy, if both
+            are requested and the format transforms its columnwise copy
+            (``Format.is_transformed``).
+        rowwise: Write the rowwise copy, with blocks along K.
+        columnwise: Write the columnwise copy, with blocks along the rows of a group. If the format
+            transforms this copy, ``x`` must be bf16.
+        scale: (G,) fp32, finite: scales that multiply the elements of each group, for a format
+            that takes them from the caller (FP8 with delayed scaling). It needs
+            ``scale`` and takes no ``amax``. If a scale is not finite, zeros and the padding of
+            slots may be NaN. Products above the format's largest number saturate. The returned
+            amax is the amax of ``x``, whatever the scale.
+        seed: (2,) int64, required by stochastic formats and rejected by others. Codes depend only
+            on the seed, the element and the direction
+            (``cute_kernels.reference.random_numbers``).
+        activation: Text of an activation that is applied to ``x`` first (``Activation.text``),
+            such as ``"swiglu"``. Its result is quantized in fp32, or rounded to the dtype of
+            ``x`` if the format's ``rounds_activation`` is True.
+            ``cute_kernels.reference.activations`` states the bits.
+        shapes: [m0, n0, m1, n1, ...]: rows and columns of each group, if the last dimension
+            varies. Each n is a positive multiple of ``k_multiple``. The groups are consecutive
+            and contiguous in ``x``; the rest of ``x`` is never read. Each group has the codes
+            and scales of a uniform tensor of one group. With an activation these are the shapes
+            of its result: a gated activation reads (m, 2n) of ``x`` per group.
+        rows: (R,) int32, with ``offs``: gather index. Row r of the quantized tensor of R rows is
+            computed from row ``rows[r]`` of ``x``. Rows of an invalid index are unspecified.
+        inverse: (T, k) int32: inverse of ``rows``, the rows that each row of ``x`` becomes, with
+            invalid numbers for none; ``compute_routing`` returns it as ``row``. The bits do not
+            depend on it. With it and k > 1, kernels read each row of ``x`` once instead of k
+            times if rows do not share scales.
 
     Returns:
-        The buffers of the directions that are asked for, in the order of
-        ``Format.buffer_names`` and of the shapes of ``cute_kernels.layout.buffers``; of NVFP4:
-        codes, scales, amax, codes_t, scales_t, amax_t. What a slot or a padded row holds that
-        no group has is unspecified.
+        The buffers of the requested directions, in the order of ``Format.buffer_names`` and with
+        the shapes of ``cute_kernels.layout.buffers``; for NVFP4: codes, scales, amax, codes_t,
+        scales_t, amax_t. Slots and padded rows without a group are unspecified.
 
     Defined by:
         Op class: ``cute_kernels.ops.quantize.op.GroupedQuantize``
@@ -513,16 +524,16 @@ def moe_activate(
     offs: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """An activation of the rows of experts, in fp32 and rounded once to the dtype of ``x``.
+    """Apply an activation to the rows of experts, in fp32, rounded once to the dtype of ``x``.
 
-    ``cute_kernels.reference.activations`` states its bits.
+    ``cute_kernels.reference.activations`` states the bits.
 
     Args:
-        x: (R, W) bf16, fp16 or fp32; W = 2 N of a gated activation.
-        activation: its text, as ``grouped_quantize`` takes it.
-        offs: (G,) int32 end rows: rows from the last on are neither read nor written.
-        interleaved: columns of a gated activation's two inputs alternate, A first, instead of
-            being halves [A | B].
+        x: (R, W) bf16, fp16 or fp32; W = 2 N for a gated activation.
+        activation: Text of the activation, as for ``grouped_quantize``.
+        offs: (G,) int32 end rows: rows from the last one on are neither read nor written.
+        interleaved: The columns of a gated activation's two inputs alternate, A first, instead of
+            forming halves [A | B].
 
     Returns:
         (R, N).
@@ -541,23 +552,26 @@ def moe_activate_gradient(
     weight: Tensor | None = None,
     pair: Tensor | None = None,
 ) -> list[Tensor]:
-    """The gradient of ``moe_activate``, and of the weights of rows if there are some.
+    """Return the gradient of ``moe_activate``, and of the weights of rows if they are given.
 
-    A token's output is the sum of its rows, each with a weight p, of a second product of what
-    ``moe_activate`` gives. The gradient of that product's input without p, ``grad``, is enough for
-    the gradient of p: it is <grad, a>, so that the rows that p multiplied need not be kept
-    (SonicMoE, arXiv 2512.14080). ``cute_kernels.reference.moe`` states the bits. Other arguments
-    are those of ``moe_activate``.
+    A token's output is the sum of its rows of a second GEMM of the result a of ``moe_activate``,
+    each with a weight p. ``grad`` is the gradient of that GEMM's input without p. It suffices for
+    the gradient of p, which is <grad, a>, so the rows that p multiplied need not be saved
+    (SonicMoE, arXiv 2512.14080). ``cute_kernels.reference.moe`` states the bits.
 
     Args:
-        grad: (R, N) of the dtype of ``x``: the gradient of its result, without the weight.
+        x: As for ``moe_activate``.
+        grad: (R, N) of the dtype of ``x``: gradient of its result, without the weight.
+        activation: As for ``moe_activate``.
+        offs: As for ``moe_activate``.
+        interleaved: As for ``moe_activate``.
         weight: (T, k) fp32, p of each pair of a token and an expert.
-        pair: (R,) int32, the pair of each row: with ``weight``.
+        pair: (R,) int32, the pair of each row; required with ``weight``.
 
     Returns:
-        The gradient with respect to ``x`` of its shape, given ``p * grad``. With weights also
-        ``p * a`` (R, N) of the dtype of ``x``, which the gradient of the second product's
-        weight reads, and the gradient of ``weight`` (T, k) fp32, 0 where there is no row.
+        The gradient with respect to ``x``, given ``p * grad``. With weights also ``p * a`` (R, N)
+        of the dtype of ``x``, which the gradient of the second GEMM's weight needs, and the
+        gradient of ``weight`` (T, k) fp32, 0 for pairs without a row.
 
     Defined by:
         Op class: ``cute_kernels.ops.moe.op.MoeActivateGradient``
@@ -570,15 +584,16 @@ def moe_combine(
     weight: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The weighted sum of each token's rows: ``y[t] = sum over k of weight[t, k] h[row[t, k]]``.
+    """Sum each token's weighted rows: ``y[t] = sum over k of weight[t, k] h[row[t, k]]``.
 
-    In fp32, in ascending k from 0 on, each product and each sum rounded, and one cast at the end.
+    The sum is in fp32, in ascending k from 0 on. Each product and each sum is rounded, with one
+    cast at the end.
 
     Args:
         h: (R, H) bf16, fp16 or fp32.
-        row: (T, k) int32, no row twice; what is none of the rows of ``h`` is left out.
+        row: (T, k) int32, without repetitions; invalid rows are skipped.
         weight: (T, k) fp32; None for ones.
-        out_dtype: dtype of ``y``; that of ``h`` by default.
+        out_dtype: Dtype of ``y``; by default the dtype of ``h``.
 
     Returns:
         (T, H).
@@ -593,14 +608,14 @@ def moe_gather(
     index: Tensor,
     row: Tensor | None = None,
 ) -> Tensor:
-    """Rows of ``x`` by an index: ``out[r] = x[index[r]]``.
+    """Gather rows of ``x`` by an index: ``out[r] = x[index[r]]``.
 
     Args:
         x: (T, H) bf16, fp16 or fp32.
-        index: (R,) int32; where it is none of the rows of ``x``, ``out`` is zeros.
-        row: (T, k) int32, the inverse: the rows of ``out`` that each row of ``x`` went to, -1
-            for none. The gradient has to have it, and with it and k > 1 kernels read ``x``
-            once, not k times.
+        index: (R,) int32. Rows of ``out`` with an invalid index are zeros.
+        row: (T, k) int32, the inverse: rows of ``out`` that each row of ``x`` is copied to, -1 for
+            none. The gradient needs it. With it and k > 1, kernels read each row of ``x`` once,
+            not k times.
 
     Returns:
         (R, H) of the dtype of ``x``.
@@ -623,23 +638,28 @@ def moe_quantize_gradient(
     scale: Tensor | None = None,
     scaled_scale: Tensor | None = None,
 ) -> list[Tensor]:
-    """``moe_activate_gradient``, then ``grouped_quantize``, to the bit, where tiles allow it from
-    one read.
+    """Compute ``moe_activate_gradient``, then ``grouped_quantize``, with the same bits.
 
-    What is quantized is rounded to the dtype of ``x`` first, but need not be in memory. The other
-    arguments are those of ``moe_activate_gradient``, all given.
+    One kernel does both from one read if the shapes allow it. The gradients are rounded to the
+    dtype of ``x`` before they are quantized, but need not be written to memory.
 
     Args:
-        x: (R, W), what enters the activation; bf16, fp16 or fp32.
-        grad: (R, N) of the dtype of ``x``: the gradient of its result, without the weight.
-        format: the text of the format of the gradient of ``x``: MXFP8, FP8Block, or FP8 with
-            delayed scaling.
-        scaled_format: likewise, of ``p * a``.
-        scale: as ``grouped_quantize`` takes it, of the gradient of ``x`` if its format does.
-        scaled_scale: likewise, of ``p * a``.
+        x: (R, W), the input of the activation; bf16, fp16 or fp32.
+        grad: (R, N) of the dtype of ``x``: gradient of the activation's result, without the
+            weight.
+        format: Text of the format of the gradient of ``x``: MXFP8, FP8Block, or FP8 with delayed
+            scaling.
+        scaled_format: Text of the format of ``p * a``, one of the same formats.
+        activation: As for ``moe_activate``.
+        offs: As for ``moe_activate``.
+        interleaved: As for ``moe_activate``.
+        weight: As for ``moe_activate_gradient``.
+        pair: As for ``moe_activate_gradient``.
+        scale: As for ``grouped_quantize``, for the gradient of ``x``, if its format takes it.
+        scaled_scale: As for ``grouped_quantize``, for ``p * a``, if its format takes it.
 
     Returns:
-        The buffers of the gradient of ``x`` in both directions and of ``p * a`` columnwise as
+        The buffers of the gradient of ``x`` in both directions and of ``p * a`` columnwise, as
         ``grouped_quantize`` returns them, such as codes, scales, codes_t, scales_t, codes_t and
         scales_t; and the gradient of ``weight``.
 
@@ -659,27 +679,25 @@ def moe_route(
     top_groups: int = 1,
     factor: float = 1.0,
 ) -> list[Tensor]:
-    """The best experts of each token by their logits;
+    """Choose the best experts of each token by their logits.
 
     ``cute_kernels.reference.router`` states the bits.
 
     Args:
         logits: (T, E) fp32.
-        selection_bias: (E,) fp32, added to scores where experts are chosen and nowhere else, or
-            None.
-        end: (1,) int32: tokens from there on have no experts; None for all T.
-        top_k: k of E.
+        selection_bias: (E,) fp32, added to scores only to choose experts; or None.
+        end: (1,) int32: tokens from this one on have no experts; None for all T tokens.
+        top_k: k, the number of experts per token.
         score: ``"softmax"`` or ``"sigmoid"`` of the logits.
-        renormalize: a token's weights are divided by their sum.
-        expert_groups: experts are in so many groups of equal size,
-        top_groups: of which the best are those with the largest sum of two scores: k fit into
-            them.
-        factor: what weights are multiplied by last.
+        renormalize: Divide a token's weights by their sum.
+        expert_groups: Number of groups of equal size that the experts form.
+        top_groups: Number of groups with the largest sums of two scores that experts are chosen
+            from; they must have at least k experts.
+        factor: Factor of the weights, applied last.
 
     Returns:
-        weights (T, k) fp32, ids (T, k) int64, the best first, -1 of tokens that are not there,
-        and scores (T, E) fp32. Differentiable in the logits, given gradients of weights and
-        scores.
+        weights (T, k) fp32; ids (T, k) int64, the best first, -1 for tokens from ``end`` on; and
+        scores (T, E) fp32. Differentiable in the logits, given gradients of weights and scores.
 
     Defined by:
         Op class: ``cute_kernels.ops.moe.router_op.MoeRoute``
@@ -696,15 +714,20 @@ def moe_route_gradient(
     factor: float = 1.0,
     in_parts: bool = False,
 ) -> Tensor:
-    """The gradient of the logits of ``moe_route``, whose arguments and results the others are.
+    """Return the gradient of the logits of ``moe_route``.
 
     Args:
-        dweights: (T, k) fp32.
-        dscores: (T, E) fp32, or None for zeros.
-        in_parts: as three bf16 numbers that add up to each fp32 number, for products of bf16.
+        dweights: (T, k) fp32, gradient of the weights.
+        dscores: (T, E) fp32, gradient of the scores, or None for zeros.
+        ids: Result of ``moe_route``.
+        scores: Result of ``moe_route``.
+        score: As for ``moe_route``.
+        renormalize: As for ``moe_route``.
+        factor: As for ``moe_route``.
+        in_parts: Return three bf16 numbers that add up to each fp32 number, for bf16 GEMMs.
 
     Returns:
-        (T, E) fp32; in parts (T, 3 E) bf16, the largest of all first.
+        (T, E) fp32; with ``in_parts`` (T, 3 E) bf16, the largest parts first.
 
     Defined by:
         Op class: ``cute_kernels.ops.moe.router_op.MoeRouteGradient``

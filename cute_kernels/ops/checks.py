@@ -21,9 +21,9 @@ class EndRowChecks:
     """Process-wide settings of ``check_end_rows_of``.
 
     Attributes:
-        reads_cpu: values of CPU tensors are checked on the host.
-        recorder: called with offs and the number of rows for each tensor on another device, or
-            None.
+        reads_cpu: True if the values of CPU tensors are checked on the host.
+        recorder: Function that is called with offs and the number of rows for each tensor on
+            another device, or None.
     """
 
     reads_cpu = True
@@ -32,9 +32,9 @@ class EndRowChecks:
 
 @contextlib.contextmanager
 def unchecked_end_rows() -> Iterator[None]:
-    """Do not read ``offs`` inside the block: kernels clamp the values then.
+    """Do not read ``offs`` in the block; kernels then clamp the values.
 
-    For tests of kernels.
+    It is for tests of kernels.
     """
     before = EndRowChecks.reads_cpu
     EndRowChecks.reads_cpu = False
@@ -45,12 +45,13 @@ def unchecked_end_rows() -> Iterator[None]:
 
 
 def check_end_rows(values: Sequence[Any], rows: int, x: str = "x") -> None:
-    """``values`` must be end rows of groups in ``x``, which has so many rows; fewer leave a tail."""
+    """Check that ``values`` are end rows of groups in ``x``, which has ``rows`` rows."""
     start = 0
     for group, end in enumerate(values):
         if end < start:
             raise ValueError(
-                f"offs must not decrease or be negative, got {end} at {group}{_counts_hint(values, rows)}"
+                f"offs must not decrease or be negative, got {end} at {group}"
+                f"{_counts_hint(values, rows)}"
             )
         start = end
     if start > rows:
@@ -58,21 +59,21 @@ def check_end_rows(values: Sequence[Any], rows: int, x: str = "x") -> None:
 
 
 def _counts_hint(values: Sequence[Any], rows: int) -> str:
-    """How to make end rows, if the values may be counts."""
+    """Return a hint how to compute end rows, if the values look like counts."""
     total = sum(map(int, values))
     if min(values) < 0 or total > rows:
         return ""
     return (
-        f". offs are the end rows of the groups, and these look like counts, which add up to {total}: "
+        ". offs are the end rows of the groups, and these look like counts, "
+        f"which add up to {total}: "
         "grouped.compute_offsets(counts) returns their end rows"
     )
 
 
 def check_end_rows_of(offs: Tensor, rows: int, x: str = "x") -> None:
-    """``check_end_rows`` of a CPU tensor that holds values; of other devices the recorder takes
-    note.
+    """Check the end rows in a CPU tensor; give tensors of other devices to the recorder.
 
-    Traced, transformed and meta tensors are passed over: the ops that run later check theirs.
+    Traced, transformed and meta tensors are skipped: the ops that run later check theirs.
     """
     if torch.compiler.is_compiling() or type(offs) not in _READABLE:
         return
@@ -93,7 +94,7 @@ def check_end_rows_of(offs: Tensor, rows: int, x: str = "x") -> None:
 
 
 def check_dtype(name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
-    """``dtype`` must be one of ``allowed``."""
+    """Check that ``dtype`` is one of ``allowed``."""
     if dtype not in allowed:
         listed = " or ".join(str(d).removeprefix("torch.") for d in allowed)
         raise TypeError(f"{name} must be {listed}, got {str(dtype).removeprefix('torch.')}")
@@ -107,7 +108,7 @@ def check_tensor(
     ndim: Sequence[int] = (),
     shape: Sequence[int | None] | None = None,
 ) -> None:
-    """``tensor`` must have one of the dtypes and ranks, and ``shape`` where that is not None."""
+    """Check the dtype, the rank and, where it is not None, the ``shape`` of a tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {tensor!r}")
     if dtypes:
@@ -124,25 +125,28 @@ def check_tensor(
             )
 
 
-def check_multiple(name: str, value: int, of: int, why: str) -> None:
-    """``value`` must be a multiple of ``of``, and not 0."""
-    if value % of != 0 or value == 0:
-        raise ValueError(f"{name} must be a positive multiple of {of} ({why}), got {value}")
+def check_multiple(name: str, value: int, multiple: int, reason: str) -> None:
+    """Check that ``value`` is a positive multiple of ``multiple``."""
+    if value % multiple != 0 or value == 0:
+        raise ValueError(
+            f"{name} must be a positive multiple of {multiple} ({reason}), got {value}"
+        )
 
 
 def check_offs(offs: Tensor, num_groups: int | None = None) -> None:
-    """``offs`` must be int32 of shape (G,), G >= 1, and of ``num_groups`` entries if given."""
+    """Check that ``offs`` is (G,) int32 with G >= 1, and G = ``num_groups`` if that is given."""
     check_tensor("offs", offs, dtypes=(torch.int32,), ndim=(1,))
     if offs.shape[0] < 1:
         raise ValueError("offs must have at least one entry, got shape (0,)")
     if num_groups is not None and offs.shape[0] != num_groups:
         raise ValueError(
-            f"offs must have one end row for each of the {num_groups} groups, got {offs.shape[0]} entries"
+            f"offs must have one end row for each of the {num_groups} groups, "
+            f"got {offs.shape[0]} entries"
         )
 
 
 def check_inverse(inverse: Tensor | None, rows: Tensor | None, name: str, x: Tensor) -> None:
-    """``inverse`` of ``rows`` must be (T, k) int32 of T rows of ``x``, where it is given."""
+    """Check that ``inverse``, if given, is (T, k) int32 for the T rows of ``x``."""
     if inverse is not None:
         if rows is None:
             raise ValueError("inverse is that of rows: give both")
@@ -151,7 +155,7 @@ def check_inverse(inverse: Tensor | None, rows: Tensor | None, name: str, x: Ten
 
 
 def check_rows(rows: Tensor, name: str, x: Tensor) -> None:
-    """``rows`` must be an int32 index of the rows of ``x``, which has some if there are any."""
+    """Check that ``rows`` is an int32 index of the rows of ``x``."""
     check_tensor("rows", rows, dtypes=(torch.int32,), ndim=(1,))
     check_tensor(name, x, ndim=(2,))
     same_device(name, x.device, rows=rows)
@@ -159,9 +163,10 @@ def check_rows(rows: Tensor, name: str, x: Tensor) -> None:
         raise ValueError(f"rows must be empty, for {name} has no rows")
 
 
-def check_seed(seed: Tensor | None, fmt: Format, first: str, device: torch.device) -> None:
-    """``seed``, (2,) int64, must be there for a stochastic format only, on the device of the
-    argument ``first``.
+def check_seed(seed: Tensor | None, fmt: Format, argument: str, device: torch.device) -> None:
+    """Check ``seed``: (2,) int64 for a stochastic format, else None.
+
+    It must be on ``device``, the device of ``argument``.
     """
     if not fmt.is_stochastic:
         if seed is not None:
@@ -172,27 +177,28 @@ def check_seed(seed: Tensor | None, fmt: Format, first: str, device: torch.devic
             f"seed is missing: {fmt.text} rounds by random bits, (2,) int64 seeds them"
         )
     check_tensor("seed", seed, dtypes=(torch.int64,), shape=(2,))
-    same_device(first, device, seed=seed)
+    same_device(argument, device, seed=seed)
 
 
-def same_device(first: str, device: torch.device, **others: Tensor | None) -> None:
-    """All tensors must be on ``device``, that of the argument ``first``."""
-    for name, tensor in others.items():
+def same_device(argument: str, device: torch.device, **tensors: Tensor | None) -> None:
+    """Check that all tensors are on ``device``, the device of ``argument``."""
+    for name, tensor in tensors.items():
         if tensor is None:
             continue
         check_tensor(name, tensor)
         if tensor.device != device:
             raise ValueError(
-                f"{name} must be on the device of {first} ({device}), got {tensor.device}"
+                f"{name} must be on the device of {argument} ({device}), got {tensor.device}"
             )
 
 
 def check_input(
     name: str, x: Tensor, offs: Tensor | None, shapes: Sequence[int] | None = None
 ) -> None:
-    """``x`` must be (T, K) with ``offs``, (capacity,) with ``shapes``, or (G, N, K) without.
+    """Check the shape and the dtype of a plain input.
 
-    Its dtype must be bf16, fp16 or fp32.
+    ``x`` must be (T, K) with ``offs``, (capacity,) with ``shapes``, else (G, N, K); and bf16, fp16
+    or fp32.
     """
     if shapes is not None:
         if offs is not None:
@@ -219,9 +225,16 @@ def check_copy(
 ) -> None:
     """Check one direction of a quantized tensor, ``copy``, against ``layout.buffers``.
 
-    ``scales_name`` is the argument that lists the rest of ``Format.operand_names``. ``shape`` is
-    (T, K) of a ragged tensor, (G, N, K) of a uniform one, or (capacity,) with ``shapes``, (m, n) of
-    each member; ``num_groups`` is G of a ragged tensor, else None.
+    Args:
+        codes_name: Name of the argument with the codes.
+        scales_name: Name of the argument with the other ``Format.operand_names``.
+        copy: Codes and the list of other buffers.
+        fmt: Format.
+        shape: (T, K) of a ragged tensor, (G, N, K) of a uniform one, or (capacity,) with
+            ``shapes``.
+        num_groups: G of a ragged tensor, else None.
+        columnwise: True for the columnwise copy.
+        shapes: (m, n) of each member, or None.
     """
     codes, scales = copy
     names = fmt.operand_names(columnwise)

@@ -1,4 +1,4 @@
-"""What autograd is told of an op, and what ops say where they would lose a derivative."""
+"""Autograd of ops, and errors where a derivative would be lost."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,17 +11,16 @@ from torch.utils._pytree import tree_leaves
 
 
 def refuse_derivatives(op: str, tensors: Iterable[tuple[str, object]], remedy: str) -> None:
-    """Raise where writing into a given tensor would lose a derivative, as torch's functions do.
+    """Raise if writing into a given tensor would lose a derivative, as torch's functions do.
 
     Args:
-        op: what writes, for the message.
-        tensors: operands and outputs by name; what is no tensor is passed over.
-        remedy: what to do instead of detaching.
+        op: Name of the op, for the message.
+        tensors: Operands and outputs by name; values that are no tensors are skipped.
+        remedy: Alternative to detaching, for the message.
 
     Raises:
-        RuntimeError: one of ``tensors`` requires a gradient, or a level of forward-mode AD is
-            open, whose tangents cannot all be seen from here (those of ``torch.func.jvp``
-            cannot).
+        RuntimeError: One of ``tensors`` requires a gradient; or a level of forward-mode AD is open,
+            whose tangents are not all visible here (those of ``torch.func.jvp`` are not).
     """
     if forward_ad._current_level >= 0:
         raise RuntimeError(f"{op} has no derivative in forward mode: {remedy}, or leave the level")
@@ -35,6 +34,7 @@ def refuse_derivatives(op: str, tensors: Iterable[tuple[str, object]], remedy: s
 
 
 def _refuse_tangents(name: str, args: Iterable[object]) -> None:
+    """Raise NotImplementedError if an argument has a tangent."""
     for a in tree_leaves(args):
         if isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None:
             raise NotImplementedError(
@@ -49,16 +49,17 @@ def register_autograd(
     setup_context: Callable[..., None] | None,
     library: torch.library.Library,
 ) -> None:
-    """``torch.library.register_autograd``, and an error for operands that carry a tangent.
+    """Register the derivative of an op, with an error for operands that have a tangent.
 
-    PyTorch's own kernel passes over tangents, so forward-mode AD would take the op for a constant.
-    ``name`` is that of an op of ``library`` without namespace.
+    PyTorch's own kernel ignores tangents, so forward-mode AD would treat the op as a constant.
+    ``name`` is the name of an op of ``library`` without namespace.
     """
     op = getattr(getattr(torch.ops, library.ns), name).default
     kernel = make_autograd_impl(op, Info(backward, setup_context))
     defaults = tuple(a.default_value for a in op._schema.arguments if not a.kwarg_only)
 
     def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the autograd kernel with all arguments."""
         # The dispatcher leaves out arguments that have their defaults, but the gradients of an op
         # that takes lists must have the structure of all of them.
         args += defaults[len(args) :]
@@ -70,7 +71,7 @@ def register_autograd(
 
 
 def not_differentiable(name: str) -> Callable[..., Any]:
-    """The backward pass of an op that has none."""
+    """Return the backward pass of an op without a derivative, which raises."""
 
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""Groups that have shapes of their own, as ops take them: a flat list [m0, n0, m1, n1, ...].
+"""Shapes of groups that differ, as ops take them: a flat list [m0, n0, m1, n1, ...].
 
-The members lie one after the other in a tensor of one dimension, each contiguous and row-major:
-member i starts at element m0 * n0 + ... + m(i-1) * n(i-1). The tensor may be longer: its capacity.
+The members are consecutive in a tensor of one dimension, each contiguous and row-major. Member i
+starts at element m0 * n0 + ... + m(i-1) * n(i-1). The tensor may be longer: its capacity.
 """
 
 import itertools
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def pairs(shapes: Sequence[int]) -> list[tuple[int, int]]:
-    """(m, n) of each member."""
+    """Return (m, n) of each member."""
     if len(shapes) % 2:
         raise ValueError(f"shapes must be m and n of each member in turn, got {len(shapes)} sizes")
     return list(zip(shapes[::2], shapes[1::2], strict=True))
 
 
 def element_offsets(shapes: Sequence[tuple[int, int]]) -> list[int]:
-    """Where each member starts, and where the last one ends."""
+    """Return the first element of each member, and the end of the last one."""
     return [0, *itertools.accumulate(m * n for m, n in shapes)]
 
 
@@ -26,13 +26,13 @@ def check_shapes(shapes: Sequence[tuple[int, int]], capacity: int, multiple: int
     """Check (m, n) of each member of a tensor of ``capacity`` elements.
 
     Args:
-        shapes: the members.
-        capacity: elements of the tensor, that which no member has included.
-        multiple: what each n must be a multiple of.
-        why: what asks for it.
+        shapes: (m, n) of the members.
+        capacity: Number of elements of the tensor, which may be more than the members have.
+        multiple: Number that must divide each n.
+        why: Reason for the multiple, for the message.
 
     Raises:
-        ValueError: there is no member, or a rule that one breaks.
+        ValueError: There is no member, or a member breaks a rule.
     """
     if not shapes:
         raise ValueError("shapes must have at least one member, got none")
@@ -41,15 +41,17 @@ def check_shapes(shapes: Sequence[tuple[int, int]], capacity: int, multiple: int
             raise ValueError(f"shapes[{i}] must have m >= 0 rows, got ({m}, {n})")
         if n < 1 or n % multiple != 0:
             raise ValueError(
-                f"shapes[{i}] must have a positive multiple of {multiple} columns ({why}), got ({m}, {n})"
+                f"shapes[{i}] must have a positive multiple of {multiple} columns ({why}), "
+                f"got ({m}, {n})"
             )
         if end > capacity:
             raise ValueError(
-                f"shapes[{i}], ({m}, {n}), must end within the {capacity} elements of the tensor, but ends at {end}"
+                f"shapes[{i}], ({m}, {n}), must end within the {capacity} elements of the "
+                f"tensor, but ends at {end}"
             )
 
 
 def member_views(x: Tensor, shapes: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-    """Each member of ``x`` as a uniform tensor of one group, (1, m, n): views."""
+    """Yield each member of ``x`` as a view of a uniform tensor of one group, (1, m, n)."""
     for (m, n), start in zip(shapes, element_offsets(shapes), strict=False):
         yield x.narrow(0, start, m * n).view(1, m, n)

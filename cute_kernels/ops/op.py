@@ -70,8 +70,8 @@ class Op(abc.ABC):
     @property
     def device(self) -> torch.device:
         """Device of the first operand."""
-        first: Tensor = next(iter(vars(self).values()))
-        return first.device
+        operand: Tensor = next(iter(vars(self).values()))
+        return operand.device
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensor arguments that are not None by name, those in lists as ``name[i]``."""
@@ -92,8 +92,8 @@ class Op(abc.ABC):
     @property
     def num_rows(self) -> int:
         """Number of rows that ``offs`` divides into groups."""
-        first: Tensor = next(iter(vars(self).values()))
-        return first.shape[0]
+        operand: Tensor = next(iter(vars(self).values()))
+        return operand.shape[0]
 
     def check_values(self) -> None:
         """Raise ValueError for values of CPU tensors that break a rule.

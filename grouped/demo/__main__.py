@@ -22,33 +22,34 @@ from .train import Run, TrainConfig, train
 _DEFAULT = ("BF16", "NVFP4", "NVFP4RowScaled")
 _ALL = "all"
 _LEGEND = """\
-Losses are in nats a byte. A model without context reaches {entropy:.3f} (unigram entropy).
+Losses are in nats per byte. A model without context reaches {entropy:.3f} (unigram entropy).
 SNR: signal-to-quantization-noise ratio in the last step. max/mean: tokens of the busiest expert
 over the mean. idle: experts without a token. ms/step: median."""
-#: Of the options that are fields of both configurations.
+#: Help texts of the options that are fields of the configurations.
 _HELP = {
     "steps": "optimizer steps",
-    "batch": "sequences a step",
-    "learning_rate": "maximum",
-    "seed": "of initial weights and batches",
+    "batch": "sequences per step",
+    "learning_rate": "maximum learning rate",
+    "seed": "seed of initial weights and batches",
     "device": "cpu or cuda",
     "hidden": "width of the model",
     "intermediate": "width of an expert",
     "layers": "transformer blocks",
     "heads": "attention heads",
-    "experts": "experts of each block",
-    "top_k": "experts of each token",
-    "context": "bytes of a sequence",
+    "experts": "experts per block",
+    "top_k": "experts per token",
+    "context": "bytes per sequence",
 }
-_INTERRUPTED = 130  # as shells report a process that Ctrl-C ended
+_INTERRUPTED = 130  # Exit status of a process that Ctrl-C ended, as in shells.
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m grouped.demo",
         description="Train a small byte-level mixture-of-experts language model on the help texts "
         "of Python, once in each recipe from the same seed, and compare. Ctrl-C stops early and "
-        "reports what there is.",
+        "reports the results so far.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -58,21 +59,21 @@ def _parser() -> argparse.ArgumentParser:
         choices=(*recipes.NAMES, _ALL),
         default=_DEFAULT,
         metavar="RECIPE",
-        help=f"what to train in: one or more of {', '.join(recipes.NAMES)}, or {_ALL}",
+        help=f"recipes to train in: one or more of {', '.join(recipes.NAMES)}, or {_ALL}",
     )
     add("--out", type=Path, default=Path("demo_out"), help="folder for the results")
     add(
         "--plot",
         choices=("auto", "always", "never"),
         default="auto",
-        help="plot the losses: if matplotlib is installed, or insist on it, or not at all",
+        help="plot the losses: if matplotlib is installed, always (an error without it), or never",
     )
     add(
         "--inspect",
         type=Path,
         default=argparse.SUPPRESS,
         metavar="FILE",
-        help="write what quantization does by step, layer, role and expert: JSON lines of "
+        help="write the quantization loss by step, layer, role and expert: JSON lines of "
         "grouped.inspect.inspect_quantization, which python -m perf dashboard draws",
     )
     for config in (TrainConfig(), ModelConfig()):
@@ -80,13 +81,13 @@ def _parser() -> argparse.ArgumentParser:
             add(
                 f"--{name.replace('_', '-')}", type=type(default), default=default, help=_HELP[name]
             )
-    # At these sizes a second thread saves nothing, and costs much where other programs run.
+    # At these sizes a second thread saves no time, and costs much on a busy machine.
     add("--threads", type=int, default=1, help="CPU threads")
     return parser
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End with a message and exit status 2 if an argument, or what it needs, is wrong."""
+    """Exit with a message and status 2 if an argument is invalid or its requirement is missing."""
     if args.threads < 1:
         parser.error(f"threads must be positive, got {args.threads}")
     try:
@@ -114,8 +115,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             parser.error(f"--inspect: {error}")
 
 
-def _asked(args: argparse.Namespace) -> list[str]:
-    """The recipes to train in, BF16 first: the others are compared with it if they are stopped."""
+def _selected_recipes(args: argparse.Namespace) -> list[str]:
+    """Return the recipes to train in, BF16 first, since the others are compared with it."""
     names = recipes.NAMES if _ALL in args.recipe else args.recipe
     return sorted(set(names), key=recipes.NAMES.index)
 
@@ -127,7 +128,7 @@ def _train_with_progress(
     config: TrainConfig,
     inspect: Path | None,
 ) -> Run:
-    # Where tqdm is not installed PyTorch's stand-in, which counts percents.
+    # Without tqdm this is PyTorch's replacement, which shows percents.
     with tqdm(total=config.steps, desc=recipe, unit="step", dynamic_ncols=True) as progress:
 
         def on_step(loss: float) -> None:
@@ -142,16 +143,16 @@ def _train_all(
     corpus: Corpus,
     model_config: ModelConfig,
     config: TrainConfig,
-    facts: dict[str, Any],
+    metadata: dict[str, Any],
 ) -> tuple[list[Run], int]:
-    """Train in each recipe that runs here until Ctrl-C, saving the results after each.
+    """Train in each recipe that runs here, until Ctrl-C, and save the results after each.
 
     Returns:
         The runs, and the exit status.
     """
     runs: list[Run] = []
     status = 0
-    for recipe in _asked(args):
+    for recipe in _selected_recipes(args):
         try:
             run = _train_with_progress(recipe, corpus, model_config, config, args.inspect)
         except cute_kernels.UnsupportedError as error:
@@ -159,7 +160,7 @@ def _train_all(
             status = 1
             continue
         runs.append(run)
-        report.write_results(args.out, runs, facts)
+        report.write_results(args.out, runs, metadata)
         if run.interrupted:
             return runs, _INTERRUPTED
     return runs, status
@@ -169,13 +170,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo.
 
     Args:
-        argv: command line arguments; those of the process by default.
+        argv: Command line arguments. None takes those of the process.
 
     Returns:
         0, 1 if a recipe does not run on this backend, or 130 after Ctrl-C.
 
     Raises:
-        SystemExit: with status 2, for arguments that make no sense.
+        SystemExit: With status 2, for invalid arguments.
     """
     parser = _parser()
     args = parser.parse_args(argv)
@@ -187,8 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         model_config = ModelConfig(**selected(ModelConfig))
-        for name in _asked(args):
-            # Those that do not run here at all are told when it is their turn.
+        for name in _selected_recipes(args):
+            # Recipes that do not run here are reported when it is their turn.
             with contextlib.suppress(cute_kernels.UnsupportedError):
                 model_config.check(getattr(recipes, name)())
         config = TrainConfig(**selected(TrainConfig))
@@ -198,18 +199,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
 
-    entropy = unigram_entropy(torch.cat([corpus.train, corpus.held_out]))
-    facts = {
+    entropy = unigram_entropy(torch.cat([corpus.train, corpus.validation]))
+    metadata = {
         "unigram_entropy": entropy,
         "backend": backend.name,
         "torch": torch.__version__,
         "model": asdict(model_config),
         "training": asdict(config),
     }
-    runs, status = _train_all(args, corpus, model_config, config, facts)
+    runs, status = _train_all(args, corpus, model_config, config, metadata)
     if not runs:
         return status
-    files = report.write_results(args.out, runs, facts)
+    files = report.write_results(args.out, runs, metadata)
     if args.inspect is not None:
         files.append(args.inspect)
     if args.plot != "never":

@@ -19,12 +19,12 @@ _NUM_BYTES = 256
 class ModelConfig:
     """Sizes of the model.
 
-    ``hidden``, the width of the residual stream, is a multiple of 16 and of ``heads``,
-    ``intermediate``, that inside each expert, of 16. A position looks back on at most ``context``
-    bytes, itself included.
+    ``hidden``, the width of the residual stream, is a multiple of 16 and of ``heads``.
+    ``intermediate``, the width inside each expert, is a multiple of 16. A position attends to at
+    most ``context`` bytes, including itself.
 
     Raises:
-        ValueError: a size that breaks a rule.
+        ValueError: A size breaks a rule.
     """
 
     hidden: int = 64
@@ -46,17 +46,17 @@ class ModelConfig:
             raise ValueError(f"top_k must be at most experts = {self.experts}, got {self.top_k}")
 
     def check(self, recipe: Recipe) -> None:
-        """Raise ValueError for sizes that the products of a recipe do not take."""
+        """Raise ValueError for sizes that the products of a recipe do not support."""
         for name in ("hidden", "intermediate"):
             check_size(name, getattr(self, name), recipe.multiple, type(recipe).__name__)
 
 
 class ModelOutput(NamedTuple):
-    """What a forward pass returns.
+    """Result of a forward pass.
 
     Attributes:
         logits: (batch, context, 256) fp32.
-        balance_loss: mean over the layers of the load-balancing loss; 1 when balanced.
+        balance_loss: () fp32. Load-balancing loss, averaged over the layers; 1 if balanced.
         tokens_per_expert: (layers, experts) int32.
     """
 
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix each position of (batch, context, hidden) with those before it."""
+        """Mix each position of (batch, context, hidden) with the positions before it."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return self.out(
             F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
@@ -83,6 +83,8 @@ class Attention(nn.Module):
 
 
 class _Block(nn.Module):
+    """A transformer block: attention, then a mixture of experts."""
+
     def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden)
@@ -93,6 +95,7 @@ class _Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the hidden state, the balance loss and the token counts of the experts."""
         x = x + self.attention(self.attention_norm(x))
         tokens = self.moe_norm(x)
         with torch.autocast(x.device.type, torch.bfloat16):
@@ -101,15 +104,16 @@ class _Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next byte; only the experts compute in the recipe's formats.
+    """Predicts the next byte. Only the experts compute in the recipe's formats.
 
-    The rest is fp32: on a CPU that is twice as fast as bf16 (EPYC with AVX512-BF16, one thread).
+    The other layers are fp32, which on a CPU is twice as fast as bf16 (EPYC with AVX512-BF16, one
+    thread).
     """
 
     def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
         super().__init__()
         self.byte = nn.Embedding(_NUM_BYTES, config.hidden)
-        # Attention learns to look one byte back, but not in the few steps of a demo.
+        # Attention would learn to attend to the previous byte, but not within the demo's steps.
         self.previous_byte = nn.Embedding(_NUM_BYTES, config.hidden)
         self.position = nn.Embedding(config.context, config.hidden)
         self.blocks = nn.ModuleList(_Block(config, recipe) for _ in range(config.layers))

@@ -13,7 +13,7 @@ from grouped.inspect.inspector import aligned
 
 from .train import ROLES, Run
 
-#: What to run for the progress bar and the plot.
+#: Command that installs the progress bar and the plot.
 INSTALL = "pip install 'grouped-kernels[demo]'"
 _BASELINE = "BF16"
 _ABSENT = "n/a"
@@ -43,7 +43,7 @@ def _row(run: Run, runs: Sequence[Run]) -> list[str]:
     ]
 
 
-#: Titles of the columns, and what spans several of them.
+#: Column titles, grouped under a title that spans them.
 _COLUMNS = (
     ("", ("recipe",)),
     ("held-out loss", ("start", "end", "vs BF16, %")),
@@ -54,20 +54,20 @@ _COLUMNS = (
 
 
 def table(runs: Sequence[Run]) -> str:
-    """One line a recipe, in plain text."""
+    """Return a plain text table with one line per recipe."""
     rows = [[name for _, names in _COLUMNS for name in names], *(_row(run, runs) for run in runs)]
     lines = []
-    # A bar separates what belongs together.
+    # A bar separates the groups of columns.
     for row in aligned(rows):
         columns = iter(row)
         lines.append(["  ".join(itertools.islice(columns, len(names))) for _, names in _COLUMNS])
-    spans = [title.center(len(part)) for (title, _), part in zip(_COLUMNS, lines[0], strict=True)]
-    rule = ["-" * len(part) for part in lines[0]]
-    text = [" | ".join(parts).rstrip() for parts in (spans, lines[0])]
-    return "\n".join([*text, "-+-".join(rule), *(" | ".join(parts) for parts in lines[1:])])
+    spans = [title.center(len(cell)) for (title, _), cell in zip(_COLUMNS, lines[0], strict=True)]
+    rule = ["-" * len(cell) for cell in lines[0]]
+    text = [" | ".join(cells).rstrip() for cells in (spans, lines[0])]
+    return "\n".join([*text, "-+-".join(rule), *(" | ".join(cells) for cells in lines[1:])])
 
 
-def write_results(out: Path, runs: Sequence[Run], facts: dict[str, Any]) -> list[Path]:
+def write_results(out: Path, runs: Sequence[Run], metadata: dict[str, Any]) -> list[Path]:
     """Write ``results.json`` (everything) and ``loss.csv`` (training loss by step and recipe).
 
     Returns:
@@ -82,22 +82,22 @@ def write_results(out: Path, runs: Sequence[Run], facts: dict[str, Any]) -> list
         for run in runs
     ]
     results, losses = out / "results.json", out / "loss.csv"
-    results.write_text(json.dumps(facts | {"runs": described}, indent=2) + "\n")
+    results.write_text(json.dumps(metadata | {"runs": described}, indent=2) + "\n")
     with losses.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", *(run.recipe for run in runs)])
-        by_step = itertools.zip_longest(*(run.losses for run in runs), fillvalue="")
-        writer.writerows([step, *row] for step, row in enumerate(by_step, start=1))
+        rows = itertools.zip_longest(*(run.losses for run in runs), fillvalue="")
+        writer.writerows([step, *row] for step, row in enumerate(rows, start=1))
     return [results, losses]
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """Return True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, without a bias toward the first value."""
+    """Return the exponential moving average without a bias toward the first value."""
     smooth, total, weight = [], 0.0, 0.0
     for value in values:
         total = _SMOOTHING * total + (1 - _SMOOTHING) * value
@@ -107,7 +107,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def write_plot(out: Path, runs: Sequence[Run], entropy: float) -> Path:
-    """Plot the loss curves, and below how far they are from BF16's, to ``loss.png``.
+    """Plot the losses, and below them their distance to the loss of BF16, to ``loss.png``.
 
     Needs matplotlib.
 
@@ -121,12 +121,12 @@ def write_plot(out: Path, runs: Sequence[Run], entropy: float) -> Path:
     baseline = next((run.losses for run in runs if run.recipe == _BASELINE), [])
     for run in runs:
         (line,) = losses.plot(range(1, len(run.losses) + 1), run.losses, label=run.recipe)
-        # Step by step, as the batches are the same.
+        # The batches of a step are the same in every recipe.
         gap = [100 * (a / b - 1) for a, b in zip(run.losses, baseline, strict=False)]
         gaps.plot(range(1, len(gap) + 1), _smooth(gap), color=line.get_color())
         gaps.plot(range(1, len(gap) + 1), gap, color=line.get_color(), alpha=0.2)
     losses.axhline(entropy, color="gray", linestyle=":", label="unigram entropy")
-    losses.set(ylabel="training loss, nats a byte")
+    losses.set(ylabel="training loss, nats per byte")
     losses.legend()
     gaps.set(xlabel="step", ylabel=f"against {_BASELINE}, %")
     path = out / "loss.png"

@@ -21,23 +21,27 @@ from .model import LanguageModel, ModelConfig
 
 _BALANCE_WEIGHT = 0.01
 _MAX_GRAD_NORM = 1.0
-_MOST_HELD_OUT_BATCHES = 8
+_MAX_VALIDATION_BATCHES = 8
 _INSPECTED_STEPS = 16
-#: What enters the products of a grouped linear layer, and the inspector's names of it.
+#: Operands of the products of a grouped linear layer, by name and by role in the inspector.
 ROLES = {"weights": "weight", "activations": "input", "gradients": "grad_output"}
-#: Fixed: runs of any seed are measured on the same batches.
-_HELD_OUT_SEED = 1234
+#: Fixed, so that runs with any seed are measured on the same batches.
+_VALIDATION_SEED = 1234
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train: steps of the optimizer, of ``batch`` sequences each.
+    """Options of the training.
 
-    The learning rate is its maximum, after a warmup over the first tenth of the steps; the seed is
-    of the initial weights and the batches, the same for every recipe.
+    Attributes:
+        steps: Steps of the optimizer.
+        batch: Sequences per step.
+        learning_rate: Maximum, reached after a warmup over the first tenth of the steps.
+        seed: Seed of the initial weights and the batches, equal for every recipe.
+        device: ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        ValueError: a number that breaks a rule.
+        ValueError: A number breaks a rule.
     """
 
     steps: int = 240
@@ -55,12 +59,12 @@ class TrainConfig:
             raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")
 
     @property
-    def held_out_batches(self) -> int:
-        """Batches that the loss is measured on before and after: few when the steps are few."""
-        return max(1, min(_MOST_HELD_OUT_BATCHES, self.steps // 10))
+    def num_validation_batches(self) -> int:
+        """Number of batches for the validation loss. It is small if there are few steps."""
+        return max(1, min(_MAX_VALIDATION_BATCHES, self.steps // 10))
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warmup, then half a cosine down to a twentieth."""
+        """Return the learning rate of a step: a linear warmup, then half a cosine."""
         warmup = min(1.0, (step + 1) / max(1, self.steps // 10))
         cosine = 0.5 * (1 + math.cos(math.pi * step / self.steps))
         return self.learning_rate * warmup * (0.05 + 0.95 * cosine)
@@ -68,37 +72,37 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How evenly one step spread its tokens over the experts.
+    """The distribution of one step's tokens over the experts.
 
     Attributes:
-        max_over_mean: tokens of the busiest expert over the mean, averaged over the layers.
-        idle: experts without a token, all layers together.
+        max_over_mean: Tokens of the busiest expert over the mean, averaged over the layers.
+        idle: Number of experts without a token, over all layers.
     """
 
     max_over_mean: float
     idle: int
 
     @classmethod
-    def of(cls, tokens_per_expert: Tensor) -> "ExpertLoad":
-        """The load of (layers, experts) token counts."""
+    def from_counts(cls, tokens_per_expert: Tensor) -> "ExpertLoad":
+        """Return the load of (layers, experts) token counts."""
         counts = tokens_per_expert.double()
         return cls(float((counts.amax(1) / counts.mean(1)).mean()), int((counts == 0).sum()))
 
 
 @dataclass
 class Run:
-    """What training in one recipe gave; None for what an interrupted run did not get to.
+    """Results of training in one recipe. An interrupted run has None for missing results.
 
     Attributes:
-        recipe: name of the recipe.
-        losses: training loss of each step, in nats a byte.
-        step_seconds: duration of each step.
-        start_loss: held-out loss before training.
-        end_loss: held-out loss afterwards.
-        snr_db: signal-to-quantization-noise ratio in the last step by role, mean over the
-            layers.
-        load: of the last step.
-        interrupted: whether Ctrl-C ended it early.
+        recipe: Name of the recipe.
+        losses: Training loss of each step. The unit is nats per byte.
+        step_seconds: Duration of each step in seconds.
+        start_loss: Validation loss before training.
+        end_loss: Validation loss after training.
+        snr_db: Signal-to-quantization-noise ratio in dB in the last step, by role. It is the mean
+            over the layers.
+        load: Load of the experts in the last step.
+        interrupted: True if Ctrl-C ended the run early.
     """
 
     recipe: str
@@ -112,7 +116,7 @@ class Run:
 
     @property
     def milliseconds_per_step(self) -> float | None:
-        """Median over the steps."""
+        """Median duration of a step in ms, or None without steps."""
         return 1e3 * statistics.median(self.step_seconds) if self.step_seconds else None
 
 
@@ -127,17 +131,17 @@ def train(
     """Train a fresh model in one recipe, named as in ``grouped.recipes``.
 
     Args:
-        recipe: its name.
-        corpus: the text.
-        model_config: sizes of the model.
-        config: how to train.
-        on_step: called after each step with its loss.
-        inspect: file to which what quantization did is appended, in about 16 of the steps
+        recipe: Name of the recipe.
+        corpus: The text. It has a validation set.
+        model_config: Sizes of the model.
+        config: Options of the training.
+        on_step: Called after each step with its loss.
+        inspect: File to which the quantization loss of about 16 steps is appended
             (``grouped.inspect.inspect_quantization``).
 
     Returns:
-        The losses and measurements. Ctrl-C ends the training, but what was learned until then
-        is still measured; a second one ends that too.
+        The losses and measurements. Ctrl-C ends the training, and the model is still evaluated. A
+        second Ctrl-C ends the evaluation too.
     """
     run = Run(recipe)
     torch.manual_seed(config.seed)
@@ -150,9 +154,9 @@ def train(
             yield inputs.to(config.device), targets.to(config.device)
 
     inspector = inspect_quantization(model)
-    held_out = list(batches(corpus.held_out, config.held_out_batches, _HELD_OUT_SEED))
+    validation = list(batches(corpus.validation, config.num_validation_batches, _VALIDATION_SEED))
     try:
-        run.start_loss = _evaluate(model, held_out)
+        run.start_loss = _evaluate(model, validation)
         every = None if inspect is None else math.ceil(config.steps / _INSPECTED_STEPS)
         _train_steps(
             model,
@@ -168,7 +172,7 @@ def train(
     if inspect is not None:
         inspector.save(inspect, run=recipe, append=True)
     try:
-        run.end_loss = _evaluate(model, held_out)
+        run.end_loss = _evaluate(model, validation)
     except KeyboardInterrupt:
         run.interrupted = True
     return run
@@ -183,18 +187,18 @@ def _train_steps(
     inspector: QuantizationInspector,
     every: int | None,
 ) -> None:
-    """Take all steps, noting their measurements in ``run`` as they come.
+    """Take all steps and add their measurements to ``run``.
 
     The inspector looks at every so many of them, counted from the last one.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     for step, (inputs, targets) in enumerate(batches):
         started = time.perf_counter()
-        left = config.steps - 1 - step
-        looks = left == 0 or (every is not None and left % every == 0)
+        remaining = config.steps - 1 - step
+        is_inspected = remaining == 0 or (every is not None and remaining % every == 0)
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate_at(step)
-        with inspector if looks else contextlib.nullcontext():
+        with inspector if is_inspected else contextlib.nullcontext():
             output = model(inputs)
             loss = _cross_entropy(output.logits, targets)
             optimizer.zero_grad()
@@ -204,8 +208,8 @@ def _train_steps(
 
         run.losses.append(loss.item())
         run.step_seconds.append(time.perf_counter() - started)
-        run.load = ExpertLoad.of(output.tokens_per_expert)
-        if not left:
+        run.load = ExpertLoad.from_counts(output.tokens_per_expert)
+        if not remaining:
             run.snr_db = _mean_db(inspector)
         inspector.step()
         on_step(run.losses[-1])
@@ -225,18 +229,20 @@ def _evaluate(model: LanguageModel, batches: list[Batch]) -> float:
 
 
 def _mean_db(inspector: QuantizationInspector) -> dict[str, float | None]:
-    """Mean signal-to-noise ratio over the layers in the last step, by role;
+    """Return the mean signal-to-noise ratio of the layers in the last step, by role.
 
-    None for a role without one.
-
-    Of the rowwise copies, which fprop and, of gradients, dgrad read.
+    The ratio is that of the rowwise copies, which fprop reads (of gradients, dgrad). It is None for
+    a role without one.
     """
     entries = [
         entry
         for entry in inspector.summary()
         if entry["direction"] == "rowwise" and entry["snr_db"] is not None
     ]
-    found = {
+    ratios_by_name = {
         name: [e["snr_db"] for e in entries if e["role"] == role] for name, role in ROLES.items()
     }
-    return {name: statistics.fmean(ratios) if ratios else None for name, ratios in found.items()}
+    return {
+        name: statistics.fmean(ratios) if ratios else None
+        for name, ratios in ratios_by_name.items()
+    }

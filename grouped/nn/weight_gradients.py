@@ -63,7 +63,7 @@ class Wgrads:
                 "fuse_wgrad_accumulation and delay_wgrad are not for sharded parameters, whose gradients FSDP takes itself"
             )
 
-    def sink(
+    def begin_call(
         self, weights: dict[str, Tensor], biases: dict[str, Tensor], overwrite: bool
     ) -> "ParameterGradients":
         """What takes the gradients of one call: see ``ParameterGradients``."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import cute_kernels
-from cute_kernels.ops import registration as registry
+from cute_kernels.ops import op as op_module
 from cute_kernels.ops.checks import unchecked_end_rows
 from cute_kernels.runtime.launch import launcher
 from cute_kernels.runtime.plan_cache import clear_plan_cache
@@ -89,10 +89,10 @@ class HostMeter(Meter):
     def _recording(self) -> Iterator[None]:
         """Replace the launcher by the recorder."""
         # Without kernels, offs hold no values that a check could read.
-        launcher = unittest.mock.patch.object(
-            registry, "launcher", lambda backend, device: self._recorder
+        patched_launcher = unittest.mock.patch.object(
+            op_module, "launcher", lambda backend, device: self._recorder
         )
-        with launcher, unchecked_end_rows():
+        with patched_launcher, unchecked_end_rows():
             clear_plan_cache()
             yield
         clear_plan_cache()

@@ -111,7 +111,7 @@ WRONG_VALUES = [
     ({"fmt": DELAYED, **SCALE_AND_AMAX}, "takes its scale, not its amax"),
     (
         {"fmt": grouped.FP8(), "scale": torch.ones(3)},
-        r"leave it away, or take FP8\(scaling='delayed'\)",
+        r"omit it, or use FP8\(scaling='delayed'\)",
     ),
     ({"grad": X}, "grad needs an activation: it is the gradient of"),
     ({"activation": "swiglu", "grad": X}, "grad must have size 32 in dimension 1"),

@@ -6,7 +6,7 @@ from cute_kernels.formats.activations import ACTIVATIONS
 from grouped import Activation
 from grouped.nn import GroupedMLP
 from tests.helpers import BF16, assert_all_same, sample
-from tests.reference.test_activations import in_fp64
+from tests.reference.test_activations import compute_fp64
 
 from .cases import ALL_RECIPES, RECIPES, close
 
@@ -35,7 +35,7 @@ def test_bf16_against_one_expert_at_a_time(name, bias):
     for g, (start, end) in enumerate(((0, 13), (13, 13), (13, 35))):
         up_bias = mlp.gate_up.bias[g] if bias else None
         z = F.linear(x[start:end], mlp.gate_up.weight[g], up_bias)
-        hidden = in_fp64(
+        hidden = compute_fp64(
             mlp.activation, z.unflatten(1, (-1, 2)).mT.flatten(1) if interleaved else z
         )
         down_bias = mlp.down.bias[g] if bias else None

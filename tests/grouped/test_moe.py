@@ -21,7 +21,7 @@ from tests.helpers import (
     needs_compiler,
     ops,
 )
-from tests.reference.test_activations import in_fp64
+from tests.reference.test_activations import compute_fp64
 
 from .moe_support import (
     DELAYED,
@@ -53,7 +53,7 @@ def exact_expert(mlp, e, x):
 
     z = linear(mlp.gate_up, x)
     z = torch.cat([z[::2], z[1::2]]) if mlp.interleaved else z
-    return linear(mlp.down, in_fp64(mlp.activation, z))
+    return linear(mlp.down, compute_fp64(mlp.activation, z))
 
 
 def exact_mixture(moe, x, name):

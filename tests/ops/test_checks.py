@@ -204,7 +204,7 @@ WRONG_VALUES = {
         *(
             (
                 (X, text, OFFS, torch.ones(2)),
-                f"amax is the second level of groups, which {text} does not use",
+                f"amax is the global scale of groups, which {text} does not use",
             )
             for text in (ROWS, "mxfp8", "fp8_block")
         ),

@@ -23,7 +23,7 @@ from tests.helpers import (
     seeded_generator,
     special_values,
 )
-from tests.reference.test_activations import in_fp64
+from tests.reference.test_activations import compute_fp64
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 MODES = [{}, {"mode": "chaos", "seed": 1}, {"mode": "chaos", "seed": 2}, {"races": True}]
@@ -274,7 +274,7 @@ def test_activations(name, dtype, cols, interleaved):
     pair = torch.randperm(rows).int()
     exact = x.double().requires_grad_()
     p = weight.double().requires_grad_()
-    y = in_fp64(act, exact.unflatten(1, (-1, 2)).mT.flatten(1) if interleaved else exact)
+    y = compute_fp64(act, exact.unflatten(1, (-1, 2)).mT.flatten(1) if interleaved else exact)
     tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 2e-6}
     got = ops.moe_activate(x, act.text, None, interleaved)
     torch.testing.assert_close(got.double(), y, **tolerance)

@@ -47,7 +47,7 @@ CURRENT = [record for record in RECORDS if record.commit == NEW[0]]
 
 
 def save_numerics(path):
-    """What two experts' layer loses in two steps, as ``grouped.inspect.inspect_quantization`` saves it."""
+    """Save the inspector's records of two steps of a layer with two experts."""
     torch.manual_seed(0)
     options = {"bias": False, "recipe": grouped.recipes.MXFP8(), "dtype": torch.bfloat16}
     model = torch.nn.ModuleDict({"up": grouped.nn.GroupedLinear(2, 64, 32, **options)})

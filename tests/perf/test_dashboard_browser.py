@@ -1,4 +1,4 @@
-"""Every view is drawn, without an error; what views show is the payload's (``test_dashboard.py``)."""
+"""Every view is drawn without an error; ``test_dashboard.py`` checks the data of the views."""
 
 import re
 import shutil
@@ -15,8 +15,8 @@ from .dashboard_records import CURRENT, RECORDS, all_committed, save_numerics
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 OPTIONS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-background-networking"
-    " --enable-logging=stderr --virtual-time-budget=5000 --dump-dom"
+    "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run"
+    " --disable-background-networking --enable-logging=stderr --virtual-time-budget=5000 --dump-dom"
 )
 KERNEL = "kernel=gemm+nvfp4:row_scaled+x+nvfp4,+fprop"
 CASE = "view=case&case=" + next(t["caseId"] for t in payload(RECORDS)["entries"] if "history" in t)

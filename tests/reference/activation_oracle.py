@@ -1,4 +1,4 @@
-"""Activations in NumPy, written from the docstring of the reference: fp32 arrays, one op a step."""
+"""Activations in NumPy: the fp32 steps of the reference's docstring, one operation per step."""
 
 import numpy as np
 
@@ -27,6 +27,7 @@ def power(m):
 
 
 def exp(x):
+    """Return exp(x) with fp32 steps, for x clamped to [-104, 89]."""
     x = clamp(x, -104, 89)
     z = x * hexf("0x1.715476p+0") + F(12583166)
     n = z - F(12583166)
@@ -41,6 +42,7 @@ def exp(x):
 
 
 def tanh(x):
+    """Return tanh(x) with fp32 steps."""
     a = np.minimum(np.abs(x), F(10))
     n = np.floor(a * hexf("0x1.715476p+1"))
     z = n + F(12583038)
@@ -63,12 +65,14 @@ def relu(x):
 
 
 def logistic(x, v):
+    """Return x * sigmoid(v) and its slope."""
     s = sigmoid(v)
     w = clamp(v, -(2.0**32), 2.0**32)
     return np.maximum(x, -FMAX) * s, (w * s) * (F(1) - s) + s
 
 
 def gelu(x):
+    """Return the tanh approximation of GELU and its slope."""
     c0, c1, c2 = F(0.79788456), F(0.03567741), F(0.1070322243)
     t = tanh(x * (c0 + c1 * (x * x)))
     w = clamp(x, -(2.0**32), 2.0**32)
@@ -77,6 +81,7 @@ def gelu(x):
 
 
 def curve(name, x, alpha=1.702, limit=7.0):
+    """Return the value and the slope of a curve at x."""
     with no_errors():
         if name == "relu":
             return relu(x), np.where(x > 0, F(1), relu(x))
@@ -95,6 +100,7 @@ def curve(name, x, alpha=1.702, limit=7.0):
 
 
 def elements(act, x, grad=None):
+    """Return the activation of x, or with ``grad`` the gradient of x."""
     with no_errors():
         if not act.is_gated:
             value, slope = curve(act.curve, x)
@@ -108,5 +114,5 @@ def elements(act, x, grad=None):
             passes = ~(np.abs(b) > F(act.limit))
         if grad is None:
             return value * gate
-        of_b = np.where(passes, value * grad, F(0))
-        return np.concatenate([(slope * gate) * grad, of_b], axis=-1)
+        grad_b = np.where(passes, value * grad, F(0))
+        return np.concatenate([(slope * gate) * grad, grad_b], axis=-1)

@@ -1,6 +1,4 @@
-"""NVFP4 as specified, scalar by scalar, by search among all values; shares nothing with the
-package.
-"""
+"""NVFP4 as specified, scalar by scalar, by search among all values. Independent of the package."""
 
 import bisect
 import dataclasses
@@ -26,6 +24,7 @@ ELEMENTS = {"e4m3": (4, 3, 7, 0x7E), "e5m2": (5, 2, 15, 0x7B)}
 
 
 def fp8_value(code, element):
+    """Return the value of an FP8 code that is a number."""
     _, mantissa_bits, bias, _ = ELEMENTS[element]
     exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & (1 << mantissa_bits) - 1
     sign = -1.0 if code & 0x80 else 1.0
@@ -39,8 +38,9 @@ def e4m3_value(byte):
 
 
 def nearest(v, magnitudes, sign, nan):
-    """The code of the magnitude nearest to ``v``, ties to the even code, saturating, with the
-    sign's bit.
+    """Return the code of the nearest magnitude with the sign bit: ties to even, saturating.
+
+    NaN gives ``nan``.
     """
     v = float(v)
     if math.isnan(v):
@@ -69,7 +69,7 @@ def e2m1_value(code):
 
 
 def absmax(values):
-    """Largest magnitude; NaN is passed over; 0 of nothing."""
+    """Return the largest magnitude: NaN is ignored, and no values give 0."""
     largest = f32(0)
     for v in np.abs(values).ravel():
         if v > largest:
@@ -90,6 +90,7 @@ def global_scale(g):
 
 
 def block_scale(a, g):
+    """Return stored byte and encode factor of a block with amax ``a`` in a group with amax g."""
     s_dec, mult = global_scale(g)
     d = min(a * mult, FMAX)
     byte = round_e4m3(min(max(d, f32(-448)), f32(448)))
@@ -98,31 +99,35 @@ def block_scale(a, g):
 
 
 class Rule:
-    """What a variant of NVFP4 does otherwise; this one nothing."""
+    """Rounding, scales and columnwise values of plain NVFP4; variants override them."""
 
     def scale(self, block, a, g):
-        """Stored byte and encode factor of a block (rows, 16) of amax ``a``."""
+        """Return stored byte and encode factor of a block (rows, 16) with amax ``a``."""
         return block_scale(a, g)
 
-    def encode(self, values, enc, places):
-        """Codes; a place is direction (1 is columnwise), number of the block in it, and place in
-        the block.
+    def encode(self, values, enc, positions):
+        """Return codes.
+
+        A position is (direction, number of the block, index in the block). Direction 1 is
+        columnwise.
         """
         return [round_e2m1(v * enc) for v in values]
 
     def columns(self, values):
-        """What the columnwise copy of a group's rows is of."""
+        """Return the values that the columnwise copy of a group's rows encodes."""
         return values
 
 
 def scale_byte(row, block, blocks):
-    """Address of a scale in a matrix of 128x4 tiles; ``blocks`` is a multiple of 4."""
+    """Return the address of a scale in 128x4 tiles; ``blocks`` is a multiple of 4."""
     tile = (row // 128) * (blocks // 4) + block // 4
     return tile * 512 + (row % 32) * 16 + ((row % 128) // 32) * 4 + block % 4
 
 
 @dataclasses.dataclass
 class Group:
+    """Rows ``start`` to ``end`` of one group, its first slot tile and its number of tiles."""
+
     start: int
     end: int
     tile: int
@@ -130,7 +135,7 @@ class Group:
 
 
 def ragged_groups(offs, rows):
-    """Groups that end at ``offs``, made monotonic and cut to the input; and the tiles in all."""
+    """Return groups with monotonic end rows within the input, and the number of tiles."""
     groups, start = [], 0
     for g, end in enumerate(offs):
         end = max(start, min(max(end, 0), rows))
@@ -140,8 +145,10 @@ def ragged_groups(offs, rows):
 
 
 def uniform_groups(count, rows):
-    each = ceil_div(rows, 128)
-    return [Group(g * rows, (g + 1) * rows, g * each, each) for g in range(count)], count * each
+    tiles_per_group = ceil_div(rows, 128)
+    return [
+        Group(g * rows, (g + 1) * rows, g * tiles_per_group, tiles_per_group) for g in range(count)
+    ], count * tiles_per_group
 
 
 def group_amaxes(x, groups):
@@ -161,46 +168,53 @@ def buffers(
     block_2d=False,
     given_amax=None,
     given_amax_t=None,
-    rule=Rule(),  # noqa: B008  (it has no state)
+    rule=Rule(),  # noqa: B008  (has no state)
     fill=0,
 ):
-    """Both copies of fp32 values (T, K), or of (G, M, K) without ``offs``, by name, shaped as by
-    the op.
+    """Return both copies of fp32 values by name, shaped as by the op.
 
-    ``given_amax_t`` is that of a transformed columnwise copy. Bytes that nobody writes keep the
-    fill value.
+    Values are (T, K), or (G, M, K) without ``offs``. ``given_amax_t`` is the amax of a transformed
+    columnwise copy. Unwritten bytes keep ``fill``.
     """
     uniform, (*batch, rows, cols) = offs is None, x.shape
     groups, tiles = uniform_groups(*batch, rows) if uniform else ragged_groups(offs, rows)
-    x, each = x.reshape(-1, cols), tiles // len(groups) if uniform else tiles
+    x, tiles_per_group = x.reshape(-1, cols), tiles // len(groups) if uniform else tiles
     columns = [rule.columns(x[g.start : g.end]) for g in groups]
     per_group = group_amaxes(x, groups) if given_amax is None else [f32(a) for a in given_amax]
-    given_t = given_amax if given_amax_t is None else given_amax_t
-    per_group_t = [absmax(c) for c in columns] if given_t is None else [f32(a) for a in given_t]
-    found = {
+    amaxes_t = given_amax if given_amax_t is None else given_amax_t
+    per_group_t = [absmax(c) for c in columns] if amaxes_t is None else [f32(a) for a in amaxes_t]
+    out = {
         "codes": filled((*batch, rows, cols // 2), np.uint8, fill),
-        "scales": filled((*batch, each, ceil_div(cols, 64), 512), np.uint8, fill),
+        "scales": filled((*batch, tiles_per_group, ceil_div(cols, 64), 512), np.uint8, fill),
         "amax": filled((*batch, rows), f32, fill) if row_scaled else np.array(per_group, f32),
-        "codes_t": filled((*batch, cols, 64 * each), np.uint8, fill),
-        "scales_t": filled((*batch, ceil_div(cols, 128), 2 * each, 512), np.uint8, fill),
+        "codes_t": filled((*batch, cols, 64 * tiles_per_group), np.uint8, fill),
+        "scales_t": filled((*batch, ceil_div(cols, 128), 2 * tiles_per_group, 512), np.uint8, fill),
         "amax_t": np.array(per_group_t, f32),
     }
     codes, scales = (
-        found["codes"].reshape(len(x), cols // 2),
-        found["scales"].reshape(tiles, ceil_div(cols, 64), 512),
+        out["codes"].reshape(len(x), cols // 2),
+        out["scales"].reshape(tiles, ceil_div(cols, 64), 512),
     )
     for g, (group, amax) in enumerate(zip(groups, per_group, strict=True)):
         values = x[group.start : group.end]
-        second = [absmax(v) if row_scaled else amax for v in values]
+        row_amaxes = [absmax(v) if row_scaled else amax for v in values]
         if row_scaled:
-            found["amax"].reshape(-1)[group.start : group.end] = second
+            out["amax"].reshape(-1)[group.start : group.end] = row_amaxes
         squares = _square_scales(values, amax, rule) if block_2d else None
-        _write_rowwise(codes, scales, group, values, second, squares, rule)
-        own = [found[name][g] if uniform else found[name] for name in ("codes_t", "scales_t")]
+        _write_rowwise(codes, scales, group, values, row_amaxes, squares, rule)
+        columnwise_buffers = [
+            out[name][g] if uniform else out[name] for name in ("codes_t", "scales_t")
+        ]
         _write_columnwise(
-            *own, group, 0 if uniform else group.tile, columns[g], per_group_t[g], squares, rule
+            *columnwise_buffers,
+            group,
+            0 if uniform else group.tile,
+            columns[g],
+            per_group_t[g],
+            squares,
+            rule,
         )
-    return found
+    return out
 
 
 def _square_scales(values, amax, rule):
@@ -213,17 +227,18 @@ def _square_scales(values, amax, rule):
     return [[scale(r, c) for c in range(0, cols, 16)] for r in range(0, rows, 16)]
 
 
-def _write_rowwise(codes, scales, group, values, second, squares, rule):
+def _write_rowwise(codes, scales, group, values, row_amaxes, squares, rule):
+    """Write codes and scales of a group's rowwise copy."""
     scales[group.tile : group.tile + group.tiles] = 0
-    first, blocks, flat = group.tile * 128, 4 * scales.shape[1], scales.reshape(-1)
+    first_slot, blocks, flat = group.tile * 128, 4 * scales.shape[1], scales.reshape(-1)
     for r, row in enumerate(values):
         for block in range(len(row) // 16):
             chunk = row[16 * block : 16 * block + 16]
             if squares is None:
-                byte, enc = rule.scale(chunk[None], absmax(chunk), second[r])
+                byte, enc = rule.scale(chunk[None], absmax(chunk), row_amaxes[r])
             else:
                 byte, enc = squares[r // 16][block]
-            flat[scale_byte(first + r, block, blocks)] = byte
+            flat[scale_byte(first_slot + r, block, blocks)] = byte
             number = (group.start + r) * (len(row) // 16) + block
             code = rule.encode(chunk, enc, [(0, number, i) for i in range(16)])
             for j in range(8):
@@ -231,6 +246,7 @@ def _write_rowwise(codes, scales, group, values, second, squares, rule):
 
 
 def _write_columnwise(codes_t, scales_t, group, first_tile, values, amax, squares, rule):
+    """Write codes and scales of a group's columnwise copy."""
     rows, cols = values.shape
     last_tile, blocks, flat = first_tile + group.tiles, 4 * scales_t.shape[1], scales_t.reshape(-1)
     codes_t[:, 64 * first_tile : 64 * last_tile] = 0
@@ -241,13 +257,13 @@ def _write_columnwise(codes_t, scales_t, group, first_tile, values, amax, square
             if squares is None:
                 byte, enc = rule.scale(chunk[None], absmax(chunk), amax)
                 number = (8 * group.tile + block) * cols + column
-                places = [(1, number, i) for i in range(16)]
+                positions = [(1, number, i) for i in range(16)]
             else:
                 byte, enc = squares[block][column // 16]
-                first = group.start + 16 * block
-                numbers = ((first + i) * (cols // 16) + column // 16 for i in range(16))
-                places = [(0, number, column % 16) for number in numbers]
+                first_row = group.start + 16 * block
+                numbers = ((first_row + i) * (cols // 16) + column // 16 for i in range(16))
+                positions = [(0, number, column % 16) for number in numbers]
             flat[scale_byte(column, 8 * first_tile + block, blocks)] = byte
-            for i, code in enumerate(rule.encode(chunk, enc, places)):
-                at = 64 * first_tile + (16 * block + i) // 2
-                codes_t[column, at] |= code << 4 * (i % 2)
+            for i, code in enumerate(rule.encode(chunk, enc, positions)):
+                byte_index = 64 * first_tile + (16 * block + i) // 2
+                codes_t[column, byte_index] |= code << 4 * (i % 2)

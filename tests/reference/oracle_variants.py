@@ -1,4 +1,4 @@
-"""The variants of NVFP4 as specified, for ``oracle.buffers``; shares nothing with the package."""
+"""Variants of NVFP4 as specified, for ``oracle.buffers``. Independent of the package."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def philox4x32(counter, key, rounds):
-    """Salmon et al. 2011, as the paper draws it."""
+    """Return Philox4x32 as in Salmon et al. 2011."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -35,17 +35,17 @@ def philox4x32(counter, key, rounds):
 
 @functools.cache
 def block_bytes(seed, columnwise, number):
-    """16 random bytes of a block; the numbers of a seed are read as 64 bits without sign."""
-    first, second = (s % 2**64 for s in seed)
-    high = second >> 32 & 0x7FFFFFFF | columnwise << 31
-    counter = (number & WORD, number >> 32, second & WORD, high)
+    """Return the 16 random bytes of a block; the seed's numbers are read as unsigned 64 bits."""
+    key, stream = (s % 2**64 for s in seed)
+    high = stream >> 32 & 0x7FFFFFFF | columnwise << 31
+    counter = (number & WORD, number >> 32, stream & WORD, high)
     return b"".join(
-        word.to_bytes(4, "little") for word in philox4x32(counter, (first & WORD, first >> 32), 7)
+        word.to_bytes(4, "little") for word in philox4x32(counter, (key & WORD, key >> 32), 7)
     )
 
 
 def round_e2m1_stochastic(y, r):
-    """The E2M1 code of ``y`` by the random byte ``r``: exact in fp64."""
+    """Return the E2M1 code of ``y`` for the random byte ``r``; fp64 is exact."""
     y = float(y)
     if math.isnan(y):
         return 7
@@ -56,13 +56,15 @@ def round_e2m1_stochastic(y, r):
 
 
 class Stochastic(Rule):
+    """Stochastic rounding by the bytes of ``block_bytes``."""
+
     def __init__(self, seed):
         self.seed = seed
 
-    def encode(self, values, enc, places):
+    def encode(self, values, enc, positions):
         return [
-            round_e2m1_stochastic(v * enc, self.byte(*place))
-            for v, place in zip(values, places, strict=False)
+            round_e2m1_stochastic(v * enc, self.byte(*position))
+            for v, position in zip(values, positions, strict=False)
         ]
 
     def byte(self, columnwise, number, element):
@@ -70,13 +72,13 @@ class Stochastic(Rule):
 
 
 def round_bf16(v):
-    """To nearest even, with infinities beyond the largest; NaN stays."""
+    """Round fp32 to bf16, to nearest even; large numbers become infinite, NaN stays."""
     bits = v.view(np.uint32)
     return np.where(np.isnan(v), v, (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).view(f32))
 
 
 def butterflies(v):
-    """H16 times 16 rows in fp32: i with i + 8, then i + 4, i + 2, i + 1."""
+    """Multiply H16 by 16 rows in fp32: i with i + 8, then i + 4, i + 2, i + 1."""
     v = list(v)
     for distance in (8, 4, 2, 1):
         for i in range(16):
@@ -86,12 +88,15 @@ def butterflies(v):
 
 
 class Hadamard(Rule):
+    """The columnwise copy encodes transformed rows, 16 at a time."""
+
     def columns(self, values):
+        """Return the transformed rows, rounded to bf16 and padded to 16."""
         rows, cols = values.shape
         padded = np.zeros((-(-rows // 16) * 16, cols), f32)
         padded[:rows] = values
-        for first in range(0, rows, 16):
-            chunk = padded[first : first + 16]
+        for row in range(0, rows, 16):
+            chunk = padded[row : row + 16]
             signed = [row * f32(0.25 * s) for row, s in zip(chunk, SIGNS, strict=True)]
             chunk[:] = [round_bf16(row) for row in butterflies(signed)]
         return padded
@@ -104,19 +109,17 @@ def undo_hadamard(chunk):
 
 
 class StochasticHadamard(Stochastic, Hadamard):
-    """Both."""
-
-
-# ---- 4over6
+    """Stochastic rounding with the Hadamard transform."""
 
 
 class FourOverSix(Rule):
-    """Each block by the better of two scales."""
+    """Each block has the better of two scales."""
 
     def __init__(self, bound, error):
         self.bound, self.error = f32(bound), error
 
     def scale(self, block, a, g):
+        """Return the candidate with the smaller error; on a tie the one that maps the amax to 6."""
         s_enc = encode_scale(f32(6) * self.bound, g)
         base = a / f32(6) * s_enc
         six, four = (self._candidate(base * f32(factor), s_enc) for factor in (1, 1.5))
@@ -127,6 +130,7 @@ class FourOverSix(Rule):
         return byte, min(f32(1) / (f32(e4m3_value(byte)) * (f32(1) / s_enc)), FMAX)
 
     def _error(self, block, byte, enc, g):
+        """Return the error of a block: the sum over its row, or a tree sum over 16 rows."""
         rows = [self._row_error(row, byte, enc, g) for row in block]
         if not self.is_square:
             return rows[0]
@@ -135,7 +139,7 @@ class FourOverSix(Rule):
             rows = [rows[i] + rows[i + half] for i in range(half)]
         return rows[0]
 
-    #: Blocks are square, so that missing rows count as zeros.
+    #: True for square blocks, where missing rows count as zeros.
     is_square = False
 
     def _row_error(self, row, byte, enc, g):
@@ -149,6 +153,6 @@ class FourOverSix(Rule):
 
 
 class SquareFourOverSix(FourOverSix):
-    """The same of square blocks."""
+    """Four over six for square blocks."""
 
     is_square = True

@@ -1,11 +1,11 @@
-"""Exact arithmetic in Python's fractions, and the rounding of IEEE 754."""
+"""Exact arithmetic with Python's fractions, and IEEE 754 rounding."""
 
 import math
 from fractions import Fraction
 
 
 def fp32(value):
-    """``value`` rounded to fp32, to nearest even; ±inf from halfway above the largest number on."""
+    """Round to fp32, to nearest even; values that round past the largest number are infinite."""
     if value == 0:
         return 0.0
     magnitude = abs(value)

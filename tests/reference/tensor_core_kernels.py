@@ -1,4 +1,4 @@
-"""Tensor-core instructions as PTX kernels on the emulator: one CTA, one tile, K step by step."""
+"""Tensor-core instructions as PTX kernels on the emulator: one CTA, one tile, K in steps."""
 
 import functools
 
@@ -6,7 +6,7 @@ import torch
 
 import ptx_emulator as emulator
 
-STEP_BYTES = 32  # of K in one instruction, whatever the element type
+STEP_BYTES = 32  # bytes of K per instruction, for any element type
 _PTX_TYPES = {
     torch.float16: "f16",
     torch.bfloat16: "bf16",
@@ -14,7 +14,7 @@ _PTX_TYPES = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
-_CORE_MATRIX = 128  # 8 rows of 16 bytes; without swizzle, the two of a step lie side by side
+_CORE_MATRIX = 128  # 8 rows of 16 bytes; without swizzle, both matrices of a step are adjacent
 _DESCRIPTOR = (_CORE_MATRIX >> 4) << 16 | (2 * _CORE_MATRIX >> 4) << 32
 
 _HEAD = """
@@ -57,25 +57,28 @@ _TMEM_COLUMNS = 64
 _A_SCALES, _B_SCALES = 16, 32  # columns; D takes the first 16
 
 
-def _vector(prefix, count, first=0):
-    return "{" + ", ".join(f"%{prefix}{first + i}" for i in range(count)) + "}"
+def _vector(prefix, count, start=0):
+    return "{" + ", ".join(f"%{prefix}{start + i}" for i in range(count)) + "}"
 
 
 def _descriptors(rows, step, steps):
     start = step * rows[0] * STEP_BYTES, (steps * rows[0] + step * rows[1]) * STEP_BYTES
-    return " ".join(f"add.u64 %d{x}, %base, {at >> 4};" for x, at in zip("ab", start, strict=True))
+    return " ".join(
+        f"add.u64 %d{x}, %base, {offset >> 4};" for x, offset in zip("ab", start, strict=True)
+    )
 
 
 def _quads(pattern):
-    """One instruction for every four of %f0 to %f15, ``pattern`` taking them and their offset."""
+    """Return one instruction per four of %f0 to %f15; ``pattern`` takes them and their offset."""
     return "\n".join(pattern.format(_vector("f", 4, 4 * i), 16 * i) for i in range(4))
 
 
 def _wgmma_ptx(head, dtypes, half, steps, rows):
+    """Return the kernel of ``steps`` wgmma instructions."""
     a, b = (_PTX_TYPES[dtype] for dtype in dtypes)
-    regs = 2 if half else 4
+    registers = 2 if half else 4
     shape = f"m64n8k{STEP_BYTES // dtypes[0].itemsize}.{'f16' if half else 'f32'}.{a}.{b}"
-    accumulators = _vector("f", regs)
+    accumulators = _vector("f", registers)
     transposed = ", 0, 0" * (dtypes[0].itemsize == 2)
     products = "\n".join(
         f"{_descriptors(rows, step, steps)} wgmma.mma_async.sync.aligned.{shape} {accumulators}, "
@@ -84,38 +87,39 @@ def _wgmma_ptx(head, dtypes, half, steps, rows):
     )
     return f"""{head}
 bar.sync 0;
-mul.wide.u32 %rd4, %r0, {4 * regs};
+mul.wide.u32 %rd4, %r0, {4 * registers};
 add.u64 %rd1, %rd1, %rd4;
 add.u64 %rd3, %rd3, %rd4;
-ld.global.v{regs}.b32 {accumulators}, [%rd1];
+ld.global.v{registers}.b32 {accumulators}, [%rd1];
 setp.eq.u32 %p1, 0, 0;
 wgmma.fence.sync.aligned;
 {products}
 wgmma.commit_group.sync.aligned;
 wgmma.wait_group.sync.aligned 0;
-st.global.v{regs}.b32 [%rd3], {accumulators};
+st.global.v{registers}.b32 [%rd3], {accumulators};
 ret;
 }}"""
 
 
 def _tcgen05_ptx(head, kind, idesc, scaled, steps, rows):
+    """Return the kernel of ``steps`` tcgen05.mma instructions."""
     scales, products = "", ""
     for step in range(steps):
-        used = ""
+        scale_operands = ""
         if scaled:
-            used = "[%r12], [%r13], "
-            columns = [f"%r7, {first + 4 * step};" for first in (_A_SCALES, _B_SCALES)]
+            scale_operands = "[%r12], [%r13], "
+            columns = [f"%r7, {column + 4 * step};" for column in (_A_SCALES, _B_SCALES)]
             products += f"add.u32 %r12, {columns[0]} add.u32 %r13, {columns[1]}\n"
-            # Row 32 j + l of A has its scales in lane l of column j, in each quarter of lanes.
-            for side, first in ((0, _A_SCALES), (16, _B_SCALES)):
+            # Scales of row 32 j + l of A are in lane l of column j, in each quarter of lanes.
+            for side, column in ((0, _A_SCALES), (16, _B_SCALES)):
                 scales += f"""
 ld.global.v4.b32 {_vector("s", 4)}, [%rd2+{step * 32 * 32 + side}];
-add.u32 %r10, %r8, {first + 4 * step};
+add.u32 %r10, %r8, {column + 4 * step};
 tcgen05.st.sync.aligned.32x32b.x4.b32 [%r10], {_vector("s", 4)};"""
         products += f"""{_descriptors(rows, step, steps)}
-tcgen05.mma.cta_group::1.{kind} [%r7], %da, %db, %r11, {used}%p3;
+tcgen05.mma.cta_group::1.{kind} [%r7], %da, %db, %r11, {scale_operands}%p3;
 """
-    # Bit 46 is that of tcgen05's descriptors; a warp's lanes begin at 32 times its number.
+    # Bit 46 marks tcgen05's descriptors; a warp's lanes begin at 32 times its number.
     return f"""{head}
 or.b64 %base, %base, {1 << 46};
 mov.u32 %r4, mbar;
@@ -167,6 +171,7 @@ ret;
 
 @functools.cache
 def _load(arch, ptx, edits, steps, rows, *args):
+    """Load a kernel into the emulator, with ``edits`` of its PTX, and return its name."""
     name = f"{ptx.__name__.strip('_')}_{abs(hash((edits, steps, args))):x}"
     smem = sum(rows) * STEP_BYTES * steps
     head = _HEAD.format(arch=arch, name=name, smem=smem, descriptor=_DESCRIPTOR)
@@ -179,6 +184,7 @@ def _load(arch, ptx, edits, steps, rows, *args):
 
 
 def _image(x):
+    """Return the bytes of an operand as they lie in shared memory."""
     steps = x.view(torch.uint8).unflatten(1, (-1, STEP_BYTES)).unflatten(2, (2, 16))
     return steps.unflatten(0, (-1, 8)).permute(2, 0, 3, 1, 4).flatten()
 
@@ -189,6 +195,7 @@ def _launch(name, a, b, acc, scales, out):
 
 
 def _fragments(half):
+    """Return row and column of each accumulator register of wgmma."""
     thread = torch.arange(128)[:, None, None]
     h, e = torch.arange(2)[:, None], torch.arange(2)
     row = (thread // 32 * 16 + thread % 32 // 4 + 8 * h).expand(128, 2, 2)
@@ -196,21 +203,22 @@ def _fragments(half):
 
 
 def wgmma(a, b, acc, edits=()):
-    """``acc`` (64, 8) plus A (64, K) B (8, K)^T; ``edits`` replace parts of the PTX."""
+    """Return ``acc`` (64, 8) plus A (64, K) B (8, K)^T; ``edits`` replace pieces of PTX."""
     half = acc.dtype == torch.float16
     steps = a.shape[1] * a.dtype.itemsize // STEP_BYTES
     name = _load("sm_90a", _wgmma_ptx, edits, steps, (64, 8), (a.dtype, b.dtype), half)
-    where = _fragments(half)
-    fragments = acc[where].contiguous()
+    indices = _fragments(half)
+    fragments = acc[indices].contiguous()
     out = _launch(name, a, b, fragments, fragments, torch.empty_like(fragments))
     result = torch.empty_like(acc)
-    result[where] = out
+    result[indices] = out
     return result
 
 
 def tcgen05(a, b, acc, a_scales=None, b_scales=None, edits=(), flags=0):
-    """``acc`` (128, 16) plus A (128, K) B (16, K)^T; uint8 is packed E2M1, ``flags`` are bits of
-    the descriptor.
+    """Return ``acc`` (128, 16) plus A (128, K) B (16, K)^T.
+
+    uint8 operands are packed E2M1. ``flags`` are extra bits of the instruction descriptor.
     """
     half, scaled, fp4 = acc.dtype == torch.float16, a_scales is not None, a.dtype == torch.uint8
     steps = a.shape[1] * a.dtype.itemsize // STEP_BYTES
@@ -224,14 +232,14 @@ def tcgen05(a, b, acc, a_scales=None, b_scales=None, edits=(), flags=0):
     else:
         e8m0 = a_scales.dtype == torch.float8_e8m0fnu
         idesc |= e8m0 << 23
-        each = a_scales.shape[1] // steps
+        scales_per_step = a_scales.shape[1] // steps
         kind = "kind::" + ("mxf8f6f4" if not fp4 else "mxf4" if e8m0 else "mxf4nvf4")
-        kind += f".block_scale.scale_vec::{each}X"
+        kind += f".block_scale.scale_vec::{scales_per_step}X"
         for side, scales in enumerate((a_scales, b_scales)):
-            words = scales.view(torch.uint8).unflatten(1, (steps, each)).transpose(0, 1)
-            for first in range(0, words.shape[1], 32):
-                rows = words[:, first : first + 32]
-                scale_words[:, : rows.shape[1], side, first // 32, :each] = rows
+            words = scales.view(torch.uint8).unflatten(1, (steps, scales_per_step)).transpose(0, 1)
+            for row in range(0, words.shape[1], 32):
+                rows = words[:, row : row + 32]
+                scale_words[:, : rows.shape[1], side, row // 32, :scales_per_step] = rows
     name = _load("sm_100a", _tcgen05_ptx, edits, steps, (128, 16), kind, idesc, scaled)
     cells = acc.view(torch.int16 if half else torch.int32).int()
     out = _launch(name, a, b, cells, scale_words, torch.empty_like(cells))

@@ -1,3 +1,5 @@
+"""Block scales of MXFP8 and FP8Block for every amax, against the search oracle."""
+
 import functools
 from fractions import Fraction
 
@@ -27,7 +29,7 @@ def finite(dtype):
     return values[values.isfinite() & ~values.signbit()]
 
 
-def test_every_code_of_e8m0():
+def test_every_e8m0_code_round_trips():
     codes = torch.arange(256, dtype=torch.int32).to(U8)
     values = conversions.decode(E8M0, codes)
     assert [Fraction(v) for v in values[:255].tolist()] == [
@@ -37,7 +39,7 @@ def test_every_code_of_e8m0():
     assert_same_bytes(conversions.encode_e8m0(values), codes)
 
 
-def test_e8m0_rounds_up_at_and_beside_every_power():
+def test_e8m0_rounds_up_near_every_power():
     powers = torch.from_numpy(block_oracle.POWERS).float()
     values = with_neighbors(torch.cat([powers, powers * 1.5, torch.tensor([0.0, FMAX])])).clamp_min(
         0
@@ -59,19 +61,19 @@ def test_e8m0_rounds_up_at_and_beside_every_power():
     ids=["mxfp8", "fp8_block", "fp32 scales"],
 )
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_the_scale_of_every_amax(dtype, make, element):
-    """MXFP8's is the smallest power of two by which the amax becomes an FP8 number without
-    saturating.
-    """
+def test_scales_of_every_amax(dtype, make, element):
+    """A scale of MXFP8 is the smallest power of two that keeps the amax from saturating."""
     fmt = make(dtype=element.dtype)
     amax = torch.cat([finite(BF16 if dtype == F32 else dtype), torch.tensor([torch.inf])])
-    found = codec_of(fmt, dtype).factors(amax, amax)
+    factors = codec_of(fmt, dtype).factors(amax, amax)
     rules = block_oracle.rules_of(fmt.text)
     assert_all_same(
-        found, map(torch.from_numpy, rules.scales(amax.numpy(), str(dtype).removeprefix("torch.")))
+        factors,
+        map(torch.from_numpy, rules.scales(amax.numpy(), str(dtype).removeprefix("torch."))),
     )
     if rules.is_mx:
         powers = torch.from_numpy(block_oracle.POWERS)
         assert_same_bytes(
-            found[0], torch.searchsorted(powers * element.max, amax.double()).clamp_max(254).to(U8)
+            factors[0],
+            torch.searchsorted(powers * element.max, amax.double()).clamp_max(254).to(U8),
         )

@@ -1,3 +1,5 @@
+"""Conversions between fp32 and codes, against the oracles that search all values."""
+
 import itertools
 import math
 
@@ -26,7 +28,7 @@ def round_e2m1(values, _):
     return np.array([oracle.round_e2m1(v) for v in values], np.uint8)
 
 
-#: The oracle's conversion, and finite magnitudes.
+#: Conversion by the oracle, and the finite magnitudes, per element type.
 ELEMENTS = {
     E2M1: (round_e2m1, oracle.E2M1_VALUES),
     **{
@@ -37,9 +39,9 @@ ELEMENTS = {
 
 
 @pytest.mark.parametrize("element", ELEMENTS.keys(), ids=[e.name for e in ELEMENTS])
-def test_every_16_bit_number_and_beside_every_boundary(element):
+def test_every_16_bit_number_and_all_boundaries(element):
     convert, table = ELEMENTS[element]
-    table = [*table, 2 * table[-1] - table[-2]]  # and what would be next
+    table = [*table, 2 * table[-1] - table[-2]]  # and the next number, if there were one
     near = with_neighbors(
         [*table, *((a + b) / 2 for a, b in itertools.pairwise(table)), 1e-45, 1e38]
     )
@@ -51,13 +53,13 @@ def test_every_16_bit_number_and_beside_every_boundary(element):
 
 
 @given(st.floats(width=32))
-def test_any_fp32_number(value):
+def test_any_fp32_number_rounds_as_the_oracle(value):
     x = torch.tensor([value])
     assert conversions.encode_e2m1(x).item() == oracle.round_e2m1(value)
     assert conversions.encode(E4M3, x).item() == oracle.round_e4m3(value)
 
 
-def test_decode_e4m3():
+def test_every_e4m3_code_decodes():
     for byte, value in enumerate(conversions.decode(E4M3, torch.arange(256, dtype=U8)).tolist()):
         want = oracle.e4m3_value(byte)
         assert value == want or (math.isnan(value) and math.isnan(want))
@@ -73,8 +75,8 @@ def test_codes_pack_low_nibble_first_and_unpack_to_their_values():
 
 
 @pytest.mark.parametrize("amax", [2688.0, 6.0, 1.7, 1e-36, 3e38, math.inf])
-def test_every_bf16_number_as_the_amax_of_a_block(amax):
-    """One number a block: its scale is the rounding of the number itself."""
+def test_every_bf16_amax_of_a_block(amax):
+    """Each block has one number, so its scale is that number, rounded."""
     values = all_16_bit_values(BF16).float()
     x = torch.zeros(64, 1024, 16, dtype=BF16)
     x[..., 5] = values.view(64, 1024).bfloat16()
@@ -88,25 +90,25 @@ def test_every_bf16_number_as_the_amax_of_a_block(amax):
         want_codes.append(oracle.round_e2m1(v * enc))
     got_codes = codes.view(64, 1024, 8)[..., 2] >> 4
     assert_same_bytes(got_codes.flatten(), torch.tensor(want_codes, dtype=U8), "codes")
-    at = [oracle.scale_byte(row, block, 1024) for row in range(64) for block in range(1024)]
+    addresses = [oracle.scale_byte(row, block, 1024) for row in range(64) for block in range(1024)]
     assert_same_bytes(
-        scales.flatten()[torch.tensor(at)], torch.tensor(want_scales, dtype=U8), "scales"
+        scales.flatten()[torch.tensor(addresses)], torch.tensor(want_scales, dtype=U8), "scales"
     )
 
 
-def test_encoding_a_transposed_matrix_gives_no_warning(recwarn):
-    turned = torch.randn(48, 30).T
-    torch.set_warn_always(True)  # torch gives its warning about strides once a process
+def test_encoding_a_transposed_matrix_does_not_warn(recwarn):
+    transposed = torch.randn(48, 30).T
+    torch.set_warn_always(True)  # torch warns about strides once per process
     try:
-        got = conversions.encode_e2m1(turned)
+        got = conversions.encode_e2m1(transposed)
     finally:
         torch.set_warn_always(False)
     assert not recwarn.list
-    assert_same_bytes(got, conversions.encode_e2m1(turned.contiguous()))
+    assert_same_bytes(got, conversions.encode_e2m1(transposed.contiguous()))
 
 
-def test_order_of_the_roundings():
-    """Inputs on which another order, or division in place of a reciprocal, gives other bytes."""
+def test_the_order_of_roundings():
+    """Another order of roundings, or division instead of a reciprocal, changes these bytes."""
     x = torch.zeros(1, 16)
     # Exactly, a * 2688 / g / 6 = 200, a tie between 192 (0x74, even) and 208 (0x75). S_enc =
     # fl(1365.3..) and fl(S_enc * fl(1/6)) round up, so this order ends just above the tie, while

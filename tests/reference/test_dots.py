@@ -1,3 +1,5 @@
+"""Dot products of the reference: exact sums, order of scales, special values, tensor cores."""
+
 import numpy as np
 import pytest
 import torch
@@ -48,8 +50,8 @@ def test_partial_sums_of_all_codes_are_exact(a_dtype, b_dtype):
     assert_same_bytes(dot(block_rows(a), block_rows(b), AccumulationModel()), exact_dot(a, b))
 
 
-def test_partial_sums_that_fp64_rounds():
-    """Products from 2^31 to 2^-32 in one block: a tie in fp32, broken far below what fp64 holds."""
+def test_partial_sums_keep_bits_beyond_fp64():
+    """Products from 2^31 to 2^-32 in one block: a tie in fp32, broken below the bits of fp64."""
     a = torch.zeros(3, 128, dtype=torch.float64)
     b = torch.zeros(1, 128, dtype=torch.float64)
     b[0, :3] = torch.tensor([2.0**15, 2.0**-8, 2.0**-16])
@@ -63,7 +65,7 @@ def test_partial_sums_that_fp64_rounds():
 
 @each_core
 @each_a
-def test_inf_and_nan_reach_their_rows_only(core, a_dtype):
+def test_inf_and_nan_stay_in_their_rows(core, a_dtype):
     a, b = finite_codes(4, 160, a_dtype), finite_codes(5, 160, E5M2)
     clean = dot(block_rows(a), block_rows(b), AccumulationModel(core))
     bad = b.clone()
@@ -79,15 +81,15 @@ def test_inf_and_nan_reach_their_rows_only(core, a_dtype):
 
 
 @pytest.mark.parametrize("pow2", [True, False])
-def test_scales_whose_product_no_fp32_number_holds(pow2):
-    """The first scale is multiplied by the partial sum, not by the other scale."""
+def test_scales_are_not_multiplied_with_each_other(pow2):
+    """The partial sum is multiplied by the first scale, then by the second."""
     a, b = codes([[1.0] * 128]), codes([[1.0] * 128])
     fmt = FP8Block(pow2_scales=pow2)
     small, large = 2.0**-127, 2.0**126
 
-    def run(first, second):
+    def run(a_scale, b_scale):
         return dot(
-            block_rows(a, first, fmt), block_rows(b, second, fmt), AccumulationModel()
+            block_rows(a, a_scale, fmt), block_rows(b, b_scale, fmt), AccumulationModel()
         ).item()
 
     assert run(small, large) == 2.0**6
@@ -95,22 +97,22 @@ def test_scales_whose_product_no_fp32_number_holds(pow2):
     assert run(small, small) == 0.0
     # 2^-127 * 2^-20 is subnormal and exact; so is its product with 128.
     assert run(small, 2.0**-20) == 2.0**-140
-    # 128 * 2^126 overflows before the other scale could save it: this is where folding differs.
+    # 128 * 2^126 overflows before the other scale applies; a product of both scales would not.
     assert run(large, 2.0**-100) == torch.inf
     assert run(2.0**-100, large) == 2.0**33
 
 
-def test_the_scale_of_single_rows_comes_first():
+def test_per_row_scales_come_first():
     a, b = codes([[1.0] * 128]), codes([[1.0] * 128])
     rows, square = FP8Block(), FP8Block(block=(128, 128))
     large, small = 2.0**126, 2.0**-100
-    for first, second, want in (
+    for a_side, b_side, want in (
         ((rows, large), (square, small), torch.inf),
         ((square, large), (rows, small), 2.0**33),
         ((rows, small), (square, large), 2.0**33),
         ((square, small), (rows, large), torch.inf),
     ):
-        sides = block_rows(a, *first[::-1]), block_rows(b, *second[::-1])
+        sides = block_rows(a, *a_side[::-1]), block_rows(b, *b_side[::-1])
         assert dot(*sides, AccumulationModel()).item() == want
         # Kernels for sm_90a multiply both scales first.
         assert dot(*sides, AccumulationModel("sm_90a")).item() == 2.0**33
@@ -122,22 +124,25 @@ def mx_rows(x, exponents):
 
 
 @each_core
-def test_powers_of_two_beyond_fp32(core):
-    """Values of up to 57344 * 2^127, and products of scales from 2^-254 to 2^254."""
+def test_mxfp8_scales_beyond_fp32(core):
+    """Values reach 57344 * 2^127, and products of scales 2^-254 to 2^254."""
     a, b = codes([[57344.0] + [0.0] * 63], E5M2), codes([[2.0**-16] + [0.0] * 63], E5M2)
     unit = 57344.0 * 2.0**-16
-    for of_a, of_b, want in (
+    for a_exponent, b_exponent, want in (
         (254, 0, unit),
         (0, 254, unit),
         (254, 254, torch.inf),
         (0, 200, unit * 2.0**-54),
         (0, 0, 0.0),
     ):
-        assert dot(mx_rows(a, of_a), mx_rows(b, of_b), AccumulationModel(core)).item() == want
+        assert (
+            dot(mx_rows(a, a_exponent), mx_rows(b, b_exponent), AccumulationModel(core)).item()
+            == want
+        )
 
 
 @each_core
-def test_a_scale_that_is_nan(core):
+def test_a_nan_scale_stays_in_its_row(core):
     a, b = codes(torch.ones(2, 64)), codes(torch.ones(3, 64))
     scales = torch.full((2, 2), 127, dtype=U8)
     scales[1, 1] = 255
@@ -145,8 +150,8 @@ def test_a_scale_that_is_nan(core):
     assert got[0].tolist() == [64.0] * 3 and got[1].isnan().all()
 
 
-def test_blocks_of_mxfp8_on_hopper_lose_nothing_to_each_other():
-    """Each has an accumulator of its own; a block 2^20 below another one counts in full."""
+def test_mxfp8_blocks_on_hopper_have_separate_accumulators():
+    """A block 2^20 below another one counts in full."""
     a, b = codes(torch.ones(1, 64)), codes(torch.ones(1, 64))
     assert (
         dot(mx_rows(a, [127, 107]), mx_rows(b, 127), AccumulationModel("sm_90a")).item()
@@ -161,7 +166,7 @@ def test_blocks_of_mxfp8_on_hopper_lose_nothing_to_each_other():
 
 @each_core
 @pytest.mark.parametrize("rows", [1, 255, 257, 600])
-def test_tiles_do_not_show(core, rows):
+def test_results_do_not_depend_on_tiles(core, rows):
     a, b = finite_codes(rows, 272, E4M3), finite_codes(300, 272, E4M3)
     scales = [torch.rand(len(x), 3) + 0.5 for x in (a, b)]
     fmt = FP8Block(pow2_scales=False)
@@ -169,8 +174,8 @@ def test_tiles_do_not_show(core, rows):
         block_rows(a, scales[0], fmt), block_rows(b, scales[1], fmt), AccumulationModel(core)
     )
     for i, j in ((0, 0), (rows - 1, 299), (rows // 2, 150)):
-        one = [
+        operands = [
             block_rows(x[k : k + 1], s[k : k + 1], fmt)
             for x, s, k in zip((a, b), scales, (i, j), strict=True)
         ]
-        assert_same_bytes(dot(*one, AccumulationModel(core)), whole[i : i + 1, j : j + 1])
+        assert_same_bytes(dot(*operands, AccumulationModel(core)), whole[i : i + 1, j : j + 1])

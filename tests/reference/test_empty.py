@@ -1,3 +1,5 @@
+"""Ops on no rows, no columns, no depth and empty groups."""
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ NO_ROWS = offs_tensor(0, 0, 0)
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("uniform", [False, True])
 @every_format
-def test_dequantize_no_rows(text, columnwise, uniform):
+def test_dequantizing_no_rows(text, columnwise, uniform):
     x = torch.ones(*((3, 0) if uniform else (0,)), 64)
     offs = None if uniform else NO_ROWS
     copy = ops.grouped_quantize(x, text, offs, rowwise=not columnwise, columnwise=columnwise)
@@ -27,18 +29,18 @@ def test_dequantize_no_rows(text, columnwise, uniform):
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (5, 0), (2, 5, 0), (2, 0, 16)])
-def test_amax_of_nothing_is_zero(shape):
+def test_amax_without_elements_is_zero(shape):
     offs = None if len(shape) == 3 else offs_tensor(0, 0)
     assert ops.grouped_amax(torch.ones(shape), offs).tolist() == [0.0, 0.0]
 
 
-def test_dbias_of_nothing_is_zero():
+def test_dbias_without_elements_is_zero():
     assert ops.grouped_dbias(torch.ones(0, 5), NO_ROWS).equal(torch.zeros(3, 5))
     assert ops.grouped_dbias(torch.ones(7, 5), NO_ROWS).equal(torch.zeros(3, 5))
     assert ops.grouped_dbias(torch.ones(7, 0), NO_ROWS).shape == (3, 0)
 
 
-def test_gemm_of_no_columns():
+def test_gemm_without_columns():
     offs = offs_tensor(3, 5)
     assert ops.m_grouped_gemm(torch.ones(5, 16), torch.ones(2, 0, 16), offs).shape == (5, 0)
     assert ops.k_grouped_gemm(torch.ones(5, 0), torch.ones(5, 4), offs).shape == (2, 0, 4)
@@ -49,7 +51,7 @@ def test_gemm_of_no_columns():
     assert ops.k_grouped_gemm(*k_grouped_arguments(none, a[3:], offs)).shape == (2, 0, 32)
 
 
-def test_gemm_over_no_depth_gives_the_bias():
+def test_gemm_without_depth_gives_the_bias():
     bias = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     out = ops.m_grouped_gemm(torch.ones(5, 0), torch.ones(2, 2, 0), offs_tensor(3, 5), bias)
     assert out.equal(bias[[0, 0, 0, 1, 1]])

@@ -1,3 +1,5 @@
+"""GEMMs of the reference on plain operands, against fp64 products; invalid end rows."""
+
 import pytest
 import torch
 
@@ -19,14 +21,14 @@ from tests.helpers import (
 
 
 def check_empty_wgrad(*arguments):
-    """Of the second group: zeros, or what was there."""
+    """Check the second, empty group: zeros, or unchanged if the op accumulates."""
     functional = ops.k_grouped_gemm(*arguments)
     assert not functional[1].any()
-    written, kept = poisoned(functional), poisoned(functional)
+    written, accumulated = poisoned(functional), poisoned(functional)
     ops.k_grouped_gemm_out(*arguments, out=written)
     assert_same_bytes(written, functional)
-    ops.k_grouped_gemm_out(*arguments, out=kept, accumulate=True)
-    assert_same_bytes(kept[1], poisoned(functional)[1])
+    ops.k_grouped_gemm_out(*arguments, out=accumulated, accumulate=True)
+    assert_same_bytes(accumulated[1], poisoned(functional)[1])
 
 
 def test_wgrad_of_an_empty_group_is_zero_or_unchanged():
@@ -34,18 +36,18 @@ def test_wgrad_of_an_empty_group_is_zero_or_unchanged():
     check_empty_wgrad(x, x, offs_from_splits((20, 0, 12)))
 
 
-GARBAGE = [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1], [0, 0]]
+INVALID_END_ROWS = [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1], [0, 0]]
 
 
-@pytest.mark.parametrize("rows", GARBAGE, ids=str)
+@pytest.mark.parametrize("rows", INVALID_END_ROWS, ids=str)
 @unchecked_end_rows()
-def test_garbage_offsets_act_as_their_clamped_values(rows):
+def test_invalid_end_rows_act_as_their_clamped_values(rows):
     x, w = sample(40, 32), sample(2, 24, 32)
-    given = offs_tensor(*rows)
-    legal = given.clamp(0, 40).cummax(0).values.int()
-    a = ops.grouped_quantize(x, "nvfp4", legal, columnwise=True)
+    offs = offs_tensor(*rows)
+    clamped = offs.clamp(0, 40).cummax(0).values.int()
+    a = ops.grouped_quantize(x, "nvfp4", clamped, columnwise=True)
 
-    def made(offs):
+    def results(offs):
         yield from (ops.m_grouped_gemm(x, w, offs), ops.k_grouped_gemm(x, x, offs))
         yield from (ops.grouped_dbias(x, offs), ops.grouped_amax(x, offs))
         for copy, columnwise in ((a[:3], False), (a[3:], True)):
@@ -53,10 +55,10 @@ def test_garbage_offsets_act_as_their_clamped_values(rows):
                 *dequantize_arguments(copy, "nvfp4", 40, BF16, offs, columnwise)
             )
 
-    assert_all_same(made(given), made(legal))
+    assert_all_same(results(offs), results(clamped))
     out = torch.full((50, 24), 7.0)  # the operand ends at row 40 of a larger buffer
-    ops.m_grouped_gemm_out(x, w, given, out_dtype=F32, out=out[:40])
-    assert (out[40:] == 7.0).all() and (out[int(legal[-1]) : 40] == 7.0).all()
+    ops.m_grouped_gemm_out(x, w, offs, out_dtype=F32, out=out[:40])
+    assert (out[40:] == 7.0).all() and (out[int(clamped[-1]) : 40] == 7.0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

@@ -1,3 +1,5 @@
+"""GEMMs of the reference on quantized operands, against sums in the documented order."""
+
 import itertools
 import math
 
@@ -25,7 +27,7 @@ from tests.reference import fp8_oracle
 
 from .test_gemm import check_empty_wgrad
 
-#: Formats of A and B (m_grouped), by what they are there to catch.
+#: Formats of A and B of m_grouped GEMMs, by the case that they cover.
 FP8_PAIRS = {
     "fp8": ("fp8", "fp8"),
     "fp8 e4m3 x e5m2": ("fp8", "fp8:dtype=e5m2"),
@@ -54,22 +56,22 @@ NVFP4_PAIRS = {
     "nvfp4 by row x 2D": ("nvfp4:row_scaled", "nvfp4:block=16x16"),
 }
 PAIRS = FP8_PAIRS | NVFP4_PAIRS
-#: One of each kind.
+#: One pair per kind of operand.
 KINDS = FP8_KINDS | NVFP4_PAIRS
-#: Formats whose K need not fill the last block.
+#: Pairs of formats whose K need not fill the last block.
 RAGGED_K = {name: pair for name, pair in PAIRS.items() if parse(pair[0]).k_multiple == 16}
 
 each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 each_kind = pytest.mark.parametrize("pair", KINDS.values(), ids=KINDS)
 each_fp8 = pytest.mark.parametrize("pair", FP8_KINDS.values(), ids=FP8_KINDS)
-each_way = pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
+each_direction = pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
 
 
 def texts(pair):
     return {"a_format": pair[0], "b_format": pair[1]}
 
 
-def wgrad_of(pair, copies, offs):
+def run_wgrad(pair, copies, offs):
     return ops.k_grouped_gemm(*k_grouped_arguments(*copies, offs, None, F32, **texts(pair)))
 
 
@@ -79,7 +81,7 @@ def columnwise(pair, tensors, offs):
     ]
 
 
-def columns_of(pair, copies, group, start, end):
+def columnwise_members(pair, copies, group, start, end):
     return [
         fp8_oracle.member(text, copy, group, end - start, start, True)
         for text, copy in zip(pair, copies, strict=True)
@@ -87,6 +89,8 @@ def columns_of(pair, copies, group, start, end):
 
 
 class Product:
+    """An m_grouped product: random operands, their quantized copies, and the op's arguments."""
+
     def __init__(self, pair, splits, cols=32, depth=160, *, transpose_b=False, tail=3):
         self.pair, self.splits, self.transpose_b = pair, splits, transpose_b
         self.offs, self.depth, self.cols = offs_from_splits(splits), depth, cols
@@ -120,6 +124,8 @@ class Product:
 
 
 class Wgrad:
+    """A k_grouped product of two columnwise copies."""
+
     def __init__(self, pair, splits, n=32, k=64):
         self.pair, self.splits, self.offs = pair, splits, offs_from_splits(splits)
         self.tensors = [sample(sum(splits) + 2, cols) / 8 for cols in (n, k)]
@@ -134,11 +140,11 @@ class Wgrad:
     def members(self):
         for g, (start, end) in enumerate(row_ranges(self.splits)):
             if start < end:
-                yield g, *columns_of(self.pair, self.copies, g, start, end)
+                yield g, *columnwise_members(self.pair, self.copies, g, start, end)
 
 
-def acc_and_factor(a, b):
-    """What the oracle gives before the epilogue, and what the epilogue multiplies by."""
+def accumulator_and_factor(a, b):
+    """Return the oracle's accumulator and the factor that the epilogue multiplies it by."""
     dot = fp8_oracle.dot_sixteen if a.bound else fp8_oracle.dot_fp64
     if a.vec == b.vec == 128 and a.scales is not None:
         dot = fp8_oracle.dot_blocks
@@ -152,48 +158,48 @@ def scaled(acc, factor, alpha=None):
     return acc if factor is None else acc * factor
 
 
-@each_way
+@each_direction
 @each_pair
-def test_m_grouped_bits(pair, transpose_b):
-    """Sums in the stated order, then second levels, alpha, bias, output, each rounded once."""
+def test_m_grouped_products_have_the_documented_bits(pair, transpose_b):
+    """Sums in the stated order, then global scales, alpha, bias and output, each rounded once."""
     case = Product(pair, (3, 0, 4), 32, 160, transpose_b=transpose_b)
     bias, alpha = torch.randn(3, 32), torch.tensor([1.7, 2.0, -0.3])
-    held = torch.randn(len(case.x), 32).bfloat16()
-    plain, total = torch.zeros(len(case.x), 32), held.float()
+    initial = torch.randn(len(case.x), 32).bfloat16()
+    plain, total = torch.zeros(len(case.x), 32), initial.float()
     for g, rows, a, b in case.members():
-        acc, factor = acc_and_factor(a, b)
+        acc, factor = accumulator_and_factor(a, b)
         plain[rows] = scaled(acc, factor)
-        total[rows] = scaled(acc, factor, alpha[g]) + bias[g] + held[rows].float()
+        total[rows] = scaled(acc, factor, alpha[g]) + bias[g] + initial[rows].float()
     for dtype in DTYPES.values():
         assert_same_bytes(case.run(None, None, dtype), plain.to(dtype))
-    out = case.run_out(held.clone(), bias, alpha, accumulate=True)
+    out = case.run_out(initial.clone(), bias, alpha, accumulate=True)
     assert_same_bytes(out, total.bfloat16())
 
 
 @each_pair
-def test_wgrad_bits(pair):
+def test_wgrads_have_the_documented_bits(pair):
     case = Wgrad(pair, (7, 0, 131), 32, 32)
-    alpha, held = torch.tensor([0.9, 5.0, 1.1]), torch.randn(3, 32, 32)
-    plain, total = torch.zeros(3, 32, 32), held.clone()
+    alpha, initial = torch.tensor([0.9, 5.0, 1.1]), torch.randn(3, 32, 32)
+    plain, total = torch.zeros(3, 32, 32), initial.clone()
     for g, a, b in case.members():
-        acc, factor = acc_and_factor(a, b)
+        acc, factor = accumulator_and_factor(a, b)
         plain[g] = scaled(acc, factor)
-        total[g] = scaled(acc, factor, alpha[g]) + held[g]
+        total[g] = scaled(acc, factor, alpha[g]) + initial[g]
     for dtype in DTYPES.values():
         assert_same_bytes(case.run(None, dtype), plain.to(dtype))
-    out = held.clone()
+    out = initial.clone()
     ops.k_grouped_gemm_out(*case.arguments(alpha), out=out, accumulate=True)
     assert_same_bytes(out, total)
 
 
-@each_way
+@each_direction
 @pytest.mark.parametrize("pair", RAGGED_K.values(), ids=RAGGED_K)
 @pytest.mark.parametrize("depth", [16, 48, 112, 144, 272])
-def test_k_need_not_fill_a_block(pair, transpose_b, depth):
+def test_k_may_end_inside_a_block(pair, transpose_b, depth):
     case = Product(pair, (2, 1), 16, depth, transpose_b=transpose_b)
     want = torch.zeros(len(case.x), 16)
     for _, rows, a, b in case.members():
-        want[rows] = scaled(*acc_and_factor(a, b))
+        want[rows] = scaled(*accumulator_and_factor(a, b))
     assert_same_bytes(case.run(), want)
 
 
@@ -205,15 +211,19 @@ def test_1500_groups(pair):
     a, b = quantize_operand(x, pair[0], offs), quantize_operand(w, pair[1])
     got = ops.m_grouped_gemm(*m_grouped_arguments(a, b, offs, out_dtype=F32, **texts(pair)))
     copies = columnwise(pair, (x, x), offs)
-    wgrad = wgrad_of(pair, copies, offs)
+    wgrad = run_wgrad(pair, copies, offs)
     start = 0
     for g, end in enumerate(offs.tolist()):
         if g % 97 == 0 or end - start > 2:
             pairs = [fp8_oracle.member(pair[0], a, g, end - start, start)]
             pairs.append(fp8_oracle.member(pair[1], b, g, 16))
             if start < end:
-                assert_same_bytes(got[start:end], scaled(*acc_and_factor(*pairs)), f"group {g}")
-                want = scaled(*acc_and_factor(*columns_of(pair, copies, g, start, end)))
+                assert_same_bytes(
+                    got[start:end], scaled(*accumulator_and_factor(*pairs)), f"group {g}"
+                )
+                want = scaled(
+                    *accumulator_and_factor(*columnwise_members(pair, copies, g, start, end))
+                )
                 assert_same_bytes(wgrad[g], want, f"wgrad of group {g}")
             else:
                 assert not wgrad[g].any()
@@ -222,7 +232,7 @@ def test_1500_groups(pair):
 
 @each_kind
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_out_leaves_tail_and_empty_groups_alone(pair, accumulate):
+def test_out_forms_leave_tail_and_empty_groups_unchanged(pair, accumulate):
     case = Product(pair, (20, 0, 12), tail=9)
     functional = case.run()
     out = poisoned(functional)
@@ -243,15 +253,15 @@ def test_nan_stays_in_its_row_and_group(pair):
     rows = case.run().isnan()
     assert rows[1].all() and not rows[0].any() and not rows[2:].any()
     copy = quantize_operand(x, pair[0], case.offs, columnwise=True)
-    got = wgrad_of([pair[0]] * 2, [copy, copy], case.offs)
+    got = run_wgrad([pair[0]] * 2, [copy, copy], case.offs)
     assert got[0, 5].isnan().all() and got[0, :, 5].isnan().all()
     assert got.isnan().sum() == 2 * case.depth - 1
 
 
-@each_way
+@each_direction
 @each_fp8
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_plain_activations_beside_quantized_weights(pair, transpose_b, dtype):
+def test_plain_activations_times_quantized_weights(pair, transpose_b, dtype):
     case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
     bias, alpha = torch.randn(3, 32), torch.tensor([1.7, 2.0, -0.3])
     x = case.x.to(dtype)
@@ -260,14 +270,14 @@ def test_plain_activations_beside_quantized_weights(pair, transpose_b, dtype):
     )
     for g, rows, _, b in case.members():
         acc = (x[rows].double() @ torch.from_numpy(b.values()).T).float()
-        level = None if b.level is None else torch.tensor(b.level)
-        assert_same_bytes(got[rows], scaled(acc, level, alpha[g]) + bias[g])
+        global_scale = None if b.level is None else torch.tensor(b.level)
+        assert_same_bytes(got[rows], scaled(acc, global_scale, alpha[g]) + bias[g])
     assert not got[32:].any()
 
 
-@each_way
+@each_direction
 @each_pair
-def test_quantizing_on_the_way_gives_the_bits_of_two_ops(pair, transpose_b):
+def test_quantizing_on_the_fly_gives_the_bits_of_two_ops(pair, transpose_b):
     case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
     bias, alpha = torch.randn(3, 32), torch.rand(3)
     for x, dtype in itertools.product((case.x, case.x.float()), (F32, BF16)):
@@ -277,7 +287,7 @@ def test_quantizing_on_the_way_gives_the_bits_of_two_ops(pair, transpose_b):
         assert_same_bytes(got, case.run(bias, alpha, dtype))
 
 
-def test_delayed_scales_meet_current_ones():
+def test_delayed_scaling_times_current_scaling():
     case = Product(KINDS["fp8"], (20, 0, 12))
     scale = torch.tensor([3.0, 1.0, 0.25])
     codes, scale_inv, *_ = ops.grouped_quantize(
@@ -287,4 +297,4 @@ def test_delayed_scales_meet_current_ones():
     got = case.run()
     for g, rows, a, b in case.members():
         assert a.level == 1 / scale[g].numpy()
-        assert_same_bytes(got[rows], scaled(*acc_and_factor(a, b)))
+        assert_same_bytes(got[rows], scaled(*accumulator_and_factor(a, b)))

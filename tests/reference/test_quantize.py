@@ -1,3 +1,5 @@
+"""Quantization and dequantization of the reference, byte by byte against the oracles."""
+
 import numpy as np
 import pytest
 import torch
@@ -32,10 +34,10 @@ from .oracle_variants import (
     Stochastic,
     StochasticHadamard,
 )
-from .test_gemm import GARBAGE
+from .test_gemm import INVALID_END_ROWS
 
 SQUARE, ROWS = {"block_2d": True}, {"row_scaled": True}
-#: The texts of formats, and what the oracles are told of them: of NVFP4 flags and a variant's rule.
+#: Format texts of NVFP4, with the oracle's options: flags, and the rule of a variant.
 NVFP4 = {"nvfp4": {}, "nvfp4:block=16x16": SQUARE, "nvfp4:row_scaled": ROWS}
 SEED = (-0x123456789ABCDEF, 0x7EDCBA9876543210)
 _448_MSE = "four_over_six,e4m3_max=448,four_over_six_error=mse"
@@ -51,19 +53,16 @@ VARIANTS = {
     "nvfp4:row_scaled,four_over_six": {"rule": FourOverSix(256, "mae"), **ROWS},
 }
 _BLOCKS = (
-    *(
-        "mxfp8",
-        "mxfp8:dtype=e5m2",
-        "mxfp8:block=32x32",
-        "mxfp8:dtype=e5m2,block=32x32",
-        "fp8_block",
-    ),
-    *(
-        "fp8_block:dtype=e5m2,pow2_scales=false",
-        "fp8_block:amax_epsilon=0.25",
-        "fp8_block:block=128x128",
-    ),
-    *("fp8_block:block=128x128,dtype=e5m2", "fp8_block:block=128x128,pow2_scales=false"),
+    "mxfp8",
+    "mxfp8:dtype=e5m2",
+    "mxfp8:block=32x32",
+    "mxfp8:dtype=e5m2,block=32x32",
+    "fp8_block",
+    "fp8_block:dtype=e5m2,pow2_scales=false",
+    "fp8_block:amax_epsilon=0.25",
+    "fp8_block:block=128x128",
+    "fp8_block:block=128x128,dtype=e5m2",
+    "fp8_block:block=128x128,pow2_scales=false",
     "fp8_block:block=128x128,pow2_scales=false,amax_epsilon=0.25",
 )
 RULES = {text: rules_of(text) for text in _BLOCKS}
@@ -76,8 +75,12 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 def buffer_names(text, rowwise=True, columnwise=True):
     fmt = parse(text)
-    asked = [way for way, on in ((False, rowwise), (True, columnwise)) if on]
-    return [name for way in asked for name in fmt.buffer_names(way)]
+    directions = [
+        is_columnwise
+        for is_columnwise, is_present in ((False, rowwise), (True, columnwise))
+        if is_present
+    ]
+    return [name for is_columnwise in directions for name in fmt.buffer_names(is_columnwise)]
 
 
 def seed_of(text):
@@ -85,11 +88,13 @@ def seed_of(text):
 
 
 def quantize(x, text, offs=None, rowwise=True, columnwise=True, amax=None):
-    found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise, None, seed_of(text))
-    return dict(zip(buffer_names(text, rowwise, columnwise), found, strict=True))
+    """Quantize by the op; return buffers by name."""
+    tensors = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise, None, seed_of(text))
+    return dict(zip(buffer_names(text, rowwise, columnwise), tensors, strict=True))
 
 
 def expected(x, text, offs, fill=0, amax=None):
+    """Return the oracle's buffers by name."""
     if text in RULES:
         return expected_blocks(x, text, offs, fill)
     options = (NVFP4 | VARIANTS)[text] | {"fill": fill}
@@ -103,39 +108,44 @@ def expected(x, text, offs, fill=0, amax=None):
 
 
 def expected_blocks(x, text, offs, fill):
-    def made(x, groups, tiles):
+    """Return the buffers of the oracle of MXFP8 and FP8Block."""
+
+    def quantize_groups(x, groups, tiles):
         return expect(
             x.float().numpy(), groups, tiles, RULES[text], str(x.dtype).removeprefix("torch."), fill
         )
 
     if offs is not None:
-        found = made(x, *oracle.ragged_groups(offs.tolist(), len(x)))
+        arrays = quantize_groups(x, *oracle.ragged_groups(offs.tolist(), len(x)))
     else:
-        each = [made(member, *oracle.uniform_groups(1, len(member))) for member in x]
-        found = {name: np.stack([e[name] for e in each]) for name in each[0]}
-    found = {name: torch.from_numpy(t) for name, t in found.items()}
+        members = [quantize_groups(member, *oracle.uniform_groups(1, len(member))) for member in x]
+        arrays = {name: np.stack([e[name] for e in members]) for name in members[0]}
+    arrays = {name: torch.from_numpy(t) for name, t in arrays.items()}
     element = parse(text).element.dtype
-    return found | {name: found[name].view(element) for name in ("codes", "codes_t")}
+    return arrays | {name: arrays[name].view(element) for name in ("codes", "codes_t")}
 
 
 def check(x, text, offs=None, amax=None):
-    """Both copies, each alone and the out form; ``amax`` (2, G) has one for each copy."""
-    whole, before = expected(x, text, offs, amax=amax), x.clone()
-    want = {name: whole[name] for name in buffer_names(text)}
+    """Check both copies together, each alone, and the out form.
+
+    An ``amax`` of shape (2, G) has one row per copy.
+    """
+    buffers, before = expected(x, text, offs, amax=amax), x.clone()
+    want = {name: buffers[name] for name in buffer_names(text)}
     got = quantize(x, text, offs, amax=amax)
     assert_same_buffers(got, want)
     for rowwise in (False, True):
         if rowwise and amax is not None and "row_scaled" in text:
-            continue  # refused: the amax of a group would not be used
-        of_one = amax if amax is None or amax.dim() == 1 else amax[int(not rowwise)]
-        alone = quantize(x, text, offs, rowwise, not rowwise, of_one)
-        assert_same_buffers(alone, {name: want[name] for name in alone})
+            continue  # refused, because the amax of a group would be unused
+        amax_of_copy = amax if amax is None or amax.dim() == 1 else amax[int(not rowwise)]
+        copy = quantize(x, text, offs, rowwise, not rowwise, amax_of_copy)
+        assert_same_buffers(copy, {name: want[name] for name in copy})
     check_out_form(x, text, offs, got, amax)
     assert_same_bytes(x, before, "input")
 
 
 def check_out_form(x, text, offs, like, amax=None):
-    """Buffers of sentinels: only what the layout says is written, pitch padding is not."""
+    """Check that the op writes exactly the bytes of the layout, and no pitch padding."""
     outputs = {name: poisoned(t) for name, t in like.items()}
     ops.grouped_quantize_out(
         x, text, offs, amax, True, True, None, seed_of(text), out=list(outputs.values())
@@ -153,19 +163,19 @@ def check_out_form(x, text, offs, like, amax=None):
 
 @every_text
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_ragged_splits(splits, text):
+def test_ragged_groups(splits, text):
     check(sample(sum(splits), 96 if text in RULES else 48), text, offs_from_splits(splits))
 
 
 @every_text
 @pytest.mark.parametrize("cols", [1, 2, 3, 4, 5, 9, 17])
-def test_widths(cols, text):
+def test_all_widths(cols, text):
     check(sample(47, cols * parse(text).k_multiple), text, offs_from_splits((17, 0, 30)))
 
 
 @every_format
 @every_dtype
-def test_extreme_values(dtype, text):
+def test_special_values(dtype, text):
     # Groups with and without Inf, NaN and maxima, and a tail.
     check(special_values(190, 160, dtype), text, offs_from_splits((22, 3, 140, 10)))
 
@@ -183,7 +193,7 @@ def test_amaxes_from_denormal_to_the_largest(dtype, text):
 
 @every_format
 @pytest.mark.parametrize("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3.4e38])
-def test_constant_input(value, text):
+def test_constant_inputs(value, text):
     check(torch.full((18, 64), value), text, offs_from_splits((1, 17)))
 
 
@@ -212,9 +222,9 @@ def test_the_tail_is_neither_read_nor_written(text):
 
 
 @every_format
-@pytest.mark.parametrize("rows", GARBAGE, ids=str)
+@pytest.mark.parametrize("rows", INVALID_END_ROWS, ids=str)
 @unchecked_end_rows()
-def test_garbage_offsets_act_as_their_clamped_values(rows, text):
+def test_invalid_end_rows_act_as_their_clamped_values(rows, text):
     x = sample(40, 32)
     check_out_form(x, text, offs_tensor(*rows), quantize(x, text, offs_tensor(*rows)))
 
@@ -222,7 +232,7 @@ def test_garbage_offsets_act_as_their_clamped_values(rows, text):
 @every_dtype
 @every_format
 @pytest.mark.parametrize("columnwise", [False, True])
-def test_dequantize(text, columnwise, dtype):
+def test_dequantizing_ragged_groups(text, columnwise, dtype):
     x, offs = special_values(205, 160, F32), offs_from_splits((19, 0, 41, 130, 0))
     copy = quantize_operand(x, text, offs, columnwise=columnwise)
     want = fp8_oracle.dequantized(text, copy, 205, offs, columnwise).to(dtype)
@@ -236,19 +246,19 @@ def test_dequantize(text, columnwise, dtype):
 
 @every_format
 @pytest.mark.parametrize("rows", [1, 128, 140])
-def test_dequantize_uniform(rows, text):
-    for columnwise in (False, True):
-        copy = quantize_operand(sample(3, rows, 160), text, columnwise=columnwise)
-        arguments = dequantize_arguments(copy, text, rows, F32, None, columnwise)
-        assert_same_bytes(
-            ops.grouped_dequantize(*arguments),
-            fp8_oracle.dequantized(text, copy, rows, None, columnwise),
-        )
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_dequantizing_uniform_groups(columnwise, rows, text):
+    copy = quantize_operand(sample(3, rows, 160), text, columnwise=columnwise)
+    arguments = dequantize_arguments(copy, text, rows, F32, None, columnwise)
+    assert_same_bytes(
+        ops.grouped_dequantize(*arguments),
+        fp8_oracle.dequantized(text, copy, rows, None, columnwise),
+    )
 
 
 @every_nvfp4
 @pytest.mark.parametrize("uniform", [False, True])
-def test_given_amax(uniform, text):
+def test_given_amaxes(uniform, text):
     amax = torch.tensor([0.3, 1e4, 0.0])  # smaller than the values, larger, and none
     x = sample(3, 20, 32)
     check(
@@ -258,7 +268,7 @@ def test_given_amax(uniform, text):
 
 
 @pytest.mark.parametrize("amax", [torch.nan, torch.inf, 1e-45, 1e-36, 3.4e38])
-def test_given_amax_at_the_extremes(amax):
+def test_extreme_given_amaxes(amax):
     x = special_values(20, 32, F32)
     check(x, "nvfp4", offs_tensor(20), amax=torch.tensor([amax]))
 

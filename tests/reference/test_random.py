@@ -1,3 +1,5 @@
+"""Philox, the random bytes of each block, and stochastic rounding."""
+
 import itertools
 
 import numpy as np
@@ -39,46 +41,49 @@ PUBLISHED = [
 ]
 
 
-def words(*numbers):
+def tensors_of(*numbers):
     return tuple(torch.tensor(n) for n in numbers)
 
 
 @pytest.mark.parametrize(("counter", "key", "rounds", "want"), PUBLISHED)
-def test_published_vectors(counter, key, rounds, want):
-    assert tuple(philox4x32(words(*counter), words(*key), rounds).tolist()) == want
+def test_philox_gives_the_published_words(counter, key, rounds, want):
+    assert tuple(philox4x32(tensors_of(*counter), tensors_of(*key), rounds).tolist()) == want
     assert philox_oracle(counter, key, rounds) == want
 
 
 @pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (1 << 40, 5), (7, -(2**63)), (3, 2**63 - 1)])
-def test_bytes_are_those_of_the_stated_counter(seed):
-    draws = reference.SeededRandomNumbers(torch.tensor(seed), 48)
+def test_bytes_follow_the_documented_counter(seed):
+    random_bytes = reference.SeededRandomNumbers(torch.tensor(seed), 48)
     rows = torch.tensor([0, 3, 1 << 33])
-    found = draws.rows(rows).view(3, 3, 16)
+    drawn_bytes = random_bytes.rows(rows).view(3, 3, 16)
     for (i, row), block in itertools.product(enumerate(rows.tolist()), range(3)):
-        assert bytes(found[i, block].tolist()) == block_bytes(seed, 0, row * 3 + block)
+        assert bytes(drawn_bytes[i, block].tolist()) == block_bytes(seed, 0, row * 3 + block)
     tiles = torch.tensor([0, 2, 1 << 27])
-    found = draws.tiles(tiles)
-    assert found.shape == (3, 8, 48, 16)
+    drawn_bytes = random_bytes.tiles(tiles)
+    assert drawn_bytes.shape == (3, 8, 48, 16)
     for (i, tile), chunk, col in itertools.product(enumerate(tiles.tolist()), (0, 7), (0, 47)):
-        assert bytes(found[i, chunk, col].tolist()) == block_bytes(
+        assert bytes(drawn_bytes[i, chunk, col].tolist()) == block_bytes(
             seed, 1, (tile * 8 + chunk) * 48 + col
         )
 
 
-def test_bit_63_of_the_second_number_is_not_read_and_all_others_are():
-    def bytes_of(*seed):
-        draws = reference.SeededRandomNumbers(torch.tensor(seed), 16)
-        return draws.rows(torch.arange(4)), draws.tiles(torch.arange(1))
+def test_all_bits_of_the_seed_count_except_one():
+    """Bit 63 of the second number is not read."""
 
-    base = bytes_of(0, 0)
-    assert all(map(torch.equal, base, bytes_of(0, -(2**63))))
+    def bytes_for(*seed):
+        random_bytes = reference.SeededRandomNumbers(torch.tensor(seed), 16)
+        return random_bytes.rows(torch.arange(4)), random_bytes.tiles(torch.arange(1))
+
+    base = bytes_for(0, 0)
+    assert all(map(torch.equal, base, bytes_for(0, -(2**63))))
     for bit in range(63):
-        for other in (bytes_of(1 << bit, 0), bytes_of(0, 1 << bit)):
-            assert not any(map(torch.equal, base, other))
-    assert not any(map(torch.equal, base, bytes_of(-(2**63), 0)))
+        for changed in (bytes_for(1 << bit, 0), bytes_for(0, 1 << bit)):
+            assert not any(map(torch.equal, base, changed))
+    assert not any(map(torch.equal, base, bytes_for(-(2**63), 0)))
 
 
-def representative():
+def representative_values():
+    """Return E2M1 values, 256 points between any two, their neighbors, and powers of two."""
     between = [
         a + (b - a) * i / 256 for a, b in itertools.pairwise(VALUES.double()) for i in range(257)
     ]
@@ -88,8 +93,8 @@ def representative():
     return torch.cat([exact, *near, powers, torch.tensor([torch.inf, 3.4028235e38, 6.0000005])])
 
 
-def test_rounding_by_every_byte():
-    y = representative()
+def test_stochastic_rounding_by_every_byte():
+    y = representative_values()
     y = torch.cat([y, -y])[:, None]
     r = torch.arange(256, dtype=U8)
     codes = encode_e2m1_stochastic(*torch.broadcast_tensors(y, r))
@@ -101,21 +106,21 @@ def test_rounding_by_every_byte():
     assert torch.equal(codes >= 8, torch.signbit(y).expand_as(codes))
 
 
-def test_rounding_to_nearest_as_values():
-    y = representative().abs()
+def test_rounding_to_nearest_gives_the_values_of_codes():
+    y = representative_values().abs()
     assert torch.equal(round_e2m1(y), VALUES[encode_e2m1(y).long()])
     assert round_e2m1(torch.tensor([torch.nan])).isnan()
 
 
 @pytest.mark.parametrize("missing", ["rowwise", "columnwise"])
-def test_bytes_that_are_missing(missing):
+def test_missing_bytes_raise(missing):
     draws = reference.GivenRandomNumbers()
     with pytest.raises(ValueError, match=f"{missing} is None"):
         (draws.rows if missing == "rowwise" else draws.tiles)(torch.arange(1))
 
 
 @pytest.mark.parametrize(
-    ("text", "seed", "error", "words"),
+    ("text", "seed", "error", "message"),
     [
         (SR, None, ValueError, "seed is missing.*stochastic_rounding"),
         ("nvfp4", torch.tensor([1, 2]), ValueError, "seed is of stochastic rounding.*nvfp4"),
@@ -124,17 +129,17 @@ def test_bytes_that_are_missing(missing):
         (SR, torch.empty(2, dtype=torch.int64, device="meta"), ValueError, "device of x"),
     ],
 )
-def test_wrong_seeds(text, seed, error, words):
-    with pytest.raises(error, match=words):
+def test_wrong_seeds_raise(text, seed, error, message):
+    with pytest.raises(error, match=message):
         ops.grouped_quantize(sample(4, 32), text, offs_from_splits((4,)), seed=seed)
     weight = ops.grouped_quantize(sample(1, 16, 32), NVFP4().text)
-    with pytest.raises(error, match=words.replace("device of x", "device of a")):
+    with pytest.raises(error, match=message.replace("device of x", "device of a")):
         ops.m_grouped_quantize_gemm(
             sample(4, 32), weight[0], offs_from_splits((4,)), weight[1:], text, "nvfp4", seed=seed
         )
 
 
-def test_one_op_draws_as_two():
+def test_the_fused_op_uses_the_bytes_of_two_ops():
     x, offs, seed = sample(40, 32), offs_from_splits((25, 15)), torch.tensor([8, 9])
     weight = ops.grouped_quantize(sample(2, 16, 32), "nvfp4")
     copy = ops.grouped_quantize(x, SR, offs, seed=seed)
@@ -152,10 +157,11 @@ def test_one_op_draws_as_two():
     assert np.isfinite(got.float().numpy()).all()
 
 
+@pytest.mark.emulated
 @needs_compiler
-def test_the_instruction_rounds_by_the_same_bytes():
-    """In the emulator's model, with a byte on top of each half of the random bits."""
-    y = torch.cat([representative()[::5], torch.tensor([torch.nan, -0.3, -6.5])])
+def test_the_ptx_instruction_rounds_by_the_same_bytes():
+    """The emulator's model takes one byte at the top of each half of the random bits."""
+    y = torch.cat([representative_values()[::5], torch.tensor([torch.nan, -0.3, -6.5])])
     y = torch.nn.functional.pad(torch.cat([y, -y]), (0, -2 * len(y) % 32))
     r = torch.randint(0, 256, y.shape, generator=seeded_generator(1))
     bits = (r << 8 | r << 24).numpy().astype(np.uint32)

@@ -1,3 +1,5 @@
+"""compute_offsets, grouped_amax and grouped_dbias of the reference."""
+
 import numpy as np
 import pytest
 import torch
@@ -40,7 +42,7 @@ def test_offsets_count_past_32_bits():
 
 
 @pytest.mark.parametrize("dtype", [I32, torch.int64])
-def test_offsets_saturate(dtype):
+def test_offsets_saturate_at_the_limits_of_their_dtype(dtype):
     info = torch.iinfo(dtype)
     for multiplier in (1, 3, 1 << 20, (1 << 31) - 1):
         limit = info.max // multiplier
@@ -54,7 +56,7 @@ def test_offsets_saturate(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_amax(splits, dtype):
+def test_amax_of_ragged_groups(splits, dtype):
     x = special_values(sum(splits) + 2, 20, dtype)
     x[sum(splits) :] = torch.inf  # the tail
     groups, _ = oracle.ragged_groups(end_rows(splits), len(x))
@@ -68,7 +70,7 @@ def test_amax_of_uniform_groups():
 
 
 def tree_sum(rows):
-    """Of 128 fp32 rows: i and i + 64, then i and i + 32, and so on."""
+    """Sum 128 fp32 rows: i and i + 64, then i and i + 32, and so on."""
     rows = list(rows)
     while len(rows) > 1:
         half = len(rows) // 2
@@ -78,15 +80,15 @@ def tree_sum(rows):
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("splits", [(300, 0, 1, 127, 128, 129), (0,), (1,)], ids=str)
-def test_dbias_order(splits, dtype):
+def test_dbias_sums_in_the_documented_order(splits, dtype):
     dy = sample(sum(splits) + 3, 7, dtype=dtype)
     dy[sum(splits) :] = torch.nan  # the tail
     want = np.zeros((len(splits), 7), np.float32)
     values = dy.float().numpy()
     for g, (start, end) in enumerate(row_ranges(splits)):
-        for first in range(start, end, 128):
+        for row in range(start, end, 128):
             tile = np.zeros((128, 7), np.float32)
-            tile[: min(128, end - first)] = values[first : min(end, first + 128)]
+            tile[: min(128, end - row)] = values[row : min(end, row + 128)]
             want[g] = want[g] + tree_sum(tile)
     got = ops.grouped_dbias(dy, offs_from_splits(splits))
     assert_same_bytes(got, torch.from_numpy(want))

@@ -24,6 +24,8 @@ NAN = {F32: 0x7FFFFFFF, F16: 0x7FFF}
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
+    """An MMA instruction: operand types, K, and the precision of its sums."""
+
     arch: str
     a: torch.dtype
     b: torch.dtype
@@ -61,7 +63,6 @@ SORTS = ("near", "wide", "tiny", "underflow", "cancelling", "zeros", "zero_times
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 every_sort = pytest.mark.parametrize("sort", SORTS)
 
-# ---- inputs
 #: Mantissa bits and exponent bias.
 LAYOUT = {F16: (10, 15), BF16: (7, 127), F32: (23, 127), E4M3: (3, 7), E5M2: (2, 15), E2M1: (1, 1)}
 
@@ -71,7 +72,7 @@ def width(dtype):
 
 
 def random_bits(dtype, rows, cols, sort):
-    """Bit patterns of one sort, int64; finite unless "special"."""
+    """Return bit patterns of one sort, int64; they are finite unless the sort is "special"."""
     mantissa_bits, bias = LAYOUT[dtype]
     sign = 1 << width(dtype) - 1
     top = (sign >> mantissa_bits) - 1  # the exponent of Inf and NaN
@@ -99,13 +100,14 @@ def from_bits(bits, dtype):
 
 
 def random_scales(dtype, rows, blocks, sort):
+    """Return codes of block scales of one sort."""
     low, high = {
         ("wide", E8M0): (0, 255),
         ("tiny", E8M0): (0, 40),
         ("special", E8M0): (118, 256),
         ("wide", E4M3): (0, 127),
         ("tiny", E4M3): (0, 12),
-        ("special", E4M3): (100, 256),  # the sign bit means nothing
+        ("special", E4M3): (100, 256),  # the sign bit is ignored
     }.get((sort, dtype), (120, 135) if dtype == E8M0 else (40, 72))
     codes = torch.randint(low, high, (rows, blocks), dtype=U8)
     if sort == "zeros":
@@ -114,8 +116,9 @@ def random_scales(dtype, rows, blocks, sort):
 
 
 def arguments(kind, m, n, k, sort):
+    """Return A, B and the options of ``tensor_core_gemm``: accumulator and scales."""
     a, b = random_bits(kind.a, m, k, sort), random_bits(kind.b, n, k, sort)
-    if sort == "cancelling":  # neighbours are opposite, but for the last bit of a few
+    if sort == "cancelling":  # neighbors cancel, except for the last bit of some
         a[:, 1::2] = a[:, : k - 1 : 2] ^ (torch.rand(m, k // 2) < 0.3) ^ 1 << width(kind.a) - 1
         b[:, 1::2] = b[:, : k - 1 : 2]
     if sort == "zero_times_huge":
@@ -131,7 +134,7 @@ def arguments(kind, m, n, k, sort):
     return from_bits(a, kind.a), from_bits(b, kind.b), options
 
 
-# ---- the rational oracle
+#: Smallest exponent of a normal number.
 LOWEST = {F16: -14, E5M2: -14, E4M3: -6, E2M1: 0, BF16: -126, F32: -126}
 
 
@@ -146,7 +149,7 @@ def values(x):
 
 
 def tf32(x):
-    """fp32 values without the bits that tf32 has not."""
+    """Truncate fp32 values to tf32."""
     return torch.from_numpy((x.numpy().view(np.uint32) & 0xFFFFE000).view(np.float32))
 
 
@@ -159,6 +162,8 @@ def scale_values(x):
 
 
 class Oracle:
+    """A tensor core in rational arithmetic."""
+
     def __init__(self, kind):
         self.kind = kind
 
@@ -168,6 +173,7 @@ class Oracle:
         return max(floor_log2(Fraction(v)), LOWEST[dtype])
 
     def product(self, x, y, sx, sy):
+        """Return the exact product of two scaled numbers and the exponent it is aligned by."""
         kind = self.kind
         exponents = [self.exponent(x, kind.a), self.exponent(y, kind.b)]
         if None in exponents:
@@ -179,6 +185,7 @@ class Oracle:
         return value, exponent
 
     def sixteen(self, x, y, sx, sy):
+        """Return the exact sum of 16 products of E2M1 codes and its exponent."""
         scale = [Fraction(s) for s in (sx, sy)]
         exponents = [-126 if s == 0 else max(floor_log2(s), -6) for s in scale]
         if self.kind.scale == E8M0:
@@ -188,15 +195,16 @@ class Oracle:
         ], sum(exponents)
 
     def terms(self, x, y, sx, sy):
-        each = 16 if self.kind.a == E2M1 else 1
-        for i in range(0, len(x), each):
+        block = 16 if self.kind.a == E2M1 else 1
+        for i in range(0, len(x), block):
             scales = [s[i // self.kind.block] if s else 1.0 for s in (sx, sy)]
-            if each == 16:
-                yield self.sixteen(x[i : i + each], y[i : i + each], *scales)
+            if block == 16:
+                yield self.sixteen(x[i : i + block], y[i : i + block], *scales)
             else:
                 yield self.product(x[i], y[i], *scales)
 
     def step(self, c, x, y, sx, sy):
+        """Return the accumulator after one instruction."""
         kind = self.kind
         if not all(map(math.isfinite, (c, *x, *y, *sx, *sy))):
             return c + sum((p * q for p, q in zip(x, y, strict=True)), 0.0 * sum(sx + sy))
@@ -206,6 +214,7 @@ class Oracle:
         return self.round(sum(math.trunc(v / unit) for v, _ in terms) * unit)
 
     def round(self, total):
+        """Round a sum to the accumulator's precision."""
         if total == 0:
             return 0.0
         half = self.kind.acc == F16
@@ -219,6 +228,7 @@ class Oracle:
         return float(rounded)
 
     def gemm(self, a, b, acc, a_scales=None, b_scales=None):
+        """Return the product, instruction by instruction."""
         kind, k = self.kind, self.kind.k
         if kind.a == F32:
             a, b = tf32(a), tf32(b)
@@ -230,8 +240,10 @@ class Oracle:
             for j, (y, sy) in enumerate(zip(cols, col_scales, strict=True)):
                 c = acc[i, j].double().item()
                 for s in range(0, len(x), k):
-                    part = slice(s // kind.block, (s + k) // kind.block) if kind.block else slice(0)
-                    c = self.step(c, x[s : s + k], y[s : s + k], sx[part], sy[part])
+                    blocks = (
+                        slice(s // kind.block, (s + k) // kind.block) if kind.block else slice(0)
+                    )
+                    c = self.step(c, x[s : s + k], y[s : s + k], sx[blocks], sy[blocks])
                 out[i, j] = c
         result = out.to(kind.acc)  # exact
         result.view(torch.int16 if kind.acc == F16 else torch.int32)[out.isnan()] = NAN[kind.acc]
@@ -240,7 +252,7 @@ class Oracle:
 
 @every_sort
 @every_kind
-def test_equals_rational_arithmetic(kind, sort):
+def test_bits_of_rational_arithmetic(kind, sort):
     # Two instructions and a tail.
     a, b, options = arguments(kind, 5, 4, 2 * kind.k + 16, sort)
     assert_same_bytes(
@@ -248,19 +260,18 @@ def test_equals_rational_arithmetic(kind, sort):
     )
 
 
-# ---- silicon, emulator
-#: Digests of what an H200 made of ``arguments`` (64 x 8, four instructions) on 2026-11-22, with the
-#: kernels of tensor_core_kernels.py: a line a kind, in the order of SORTS. Its full answers to 44
-#: other cases are in history: ``git show 064ce4b:tests/reference/h200_wgmma.npz``.
+#: Digests of an H200's results for ``arguments`` (64 x 8, four instructions), 2026-11-22, with the
+#: kernels of tensor_core_kernels.py: one line per kind, in the order of SORTS. Full results of 44
+#: other cases are in the git history, as h200_wgmma.npz in this folder.
 _LINES = (Path(__file__).parent / "h200_wgmma.txt").read_text().splitlines()
-H200 = {kind: dict(zip(SORTS, found, strict=True)) for kind, *found in map(str.split, _LINES)}
+H200 = {kind: dict(zip(SORTS, digests, strict=True)) for kind, *digests in map(str.split, _LINES)}
 HOPPER = [k for k in KINDS if k.arch == "sm_90a"]
 HOPPER.append(Kind("sm_90a", E5M2, E5M2, F16, 32, 13, accumulator_bits=13))
 
 
 @every_sort
 @pytest.mark.parametrize("kind", HOPPER, ids=str)
-def test_equals_an_h200(kind, sort):
+def test_bits_of_an_h200(kind, sort):
     a, b, options = arguments(kind, 64, 8, 4 * kind.k, sort)
     got = tensor_core_gemm(kind.arch, a, b, **options).numpy().tobytes()
     assert hashlib.blake2b(got, digest_size=8).hexdigest()[:8] == H200[str(kind)][sort]
@@ -273,9 +284,10 @@ def emulated(kind, a, b, options):
     return run(a, b, **options)
 
 
+@pytest.mark.emulated
 @every_sort
 @every_kind
-def test_equals_the_emulator(kind, sort):
+def test_bits_of_the_emulator(kind, sort):
     rows, cols = (64, 8) if kind.arch == "sm_90a" else (128, 16)
     a, b, options = arguments(kind, rows, cols, 3 * kind.k, sort)
     got = tensor_core_gemm(kind.arch, a, b, **options)
@@ -284,12 +296,14 @@ def test_equals_the_emulator(kind, sort):
             assert_same_bytes(got, emulated(kind, a, b, options))
 
 
-def test_sign_of_zero():
+def test_signs_of_zero_sums():
     def sign(arch, a, acc):
-        rows, held = (torch.tensor([[v]], dtype=F16) for v in (a, acc))
+        rows, accumulator = (torch.tensor([[v]], dtype=F16) for v in (a, acc))
         return math.copysign(
             1.0,
-            tensor_core_gemm(arch, rows, torch.tensor([[2.0**-14]], dtype=F16), acc=held).item(),
+            tensor_core_gemm(
+                arch, rows, torch.tensor([[2.0**-14]], dtype=F16), acc=accumulator
+            ).item(),
         )
 
     for arch in ("sm_90a", "sm_100a"):
@@ -300,7 +314,7 @@ def test_sign_of_zero():
 
 @given(st.data())
 @settings(max_examples=40)
-def test_bits_do_not_depend_on_the_cut(data):
+def test_bits_do_not_depend_on_shapes_tiles_or_steps(data):
     kind = data.draw(st.sampled_from(KINDS))
     sort = data.draw(st.sampled_from(SORTS))
     torch.manual_seed(data.draw(st.integers(0, 2**32)))
@@ -308,31 +322,31 @@ def test_bits_do_not_depend_on_the_cut(data):
     i, j = data.draw(st.integers(0, m - 1)), data.draw(st.integers(0, n - 1))
     steps = data.draw(st.integers(1, 4))
     a, b, options = arguments(kind, m, n, steps * kind.k, sort)
-    whole = tensor_core_gemm(kind.arch, a, b, **options)
+    product = tensor_core_gemm(kind.arch, a, b, **options)
 
     # Fewer rows and columns.
-    part = {
+    cut_options = {
         name: (x[i:, j:] if name == "acc" else x[i:] if name[0] == "a" else x[j:])
         for name, x in options.items()
     }
-    assert_same_bytes(tensor_core_gemm(kind.arch, a[i:], b[j:], **part), whole[i:, j:])
+    assert_same_bytes(tensor_core_gemm(kind.arch, a[i:], b[j:], **cut_options), product[i:, j:])
 
-    # Other tiles inside.
+    # Smaller tiles.
     with pytest.MonkeyPatch.context() as patch:
         for name, size in (("_TILE_M", 4), ("_TILE_N", 3), ("_TILE_K", 64)):
             patch.setattr(tensor_core, name, size)
-        assert_same_bytes(tensor_core_gemm(kind.arch, a, b, **options), whole)
+        assert_same_bytes(tensor_core_gemm(kind.arch, a, b, **options), product)
 
     # Instruction by instruction.
     acc = options["acc"]
     for s in range(steps):
-        pieces = [x.chunk(steps, dim=1)[s] for x in (a, b)]
+        operands = [x.chunk(steps, dim=1)[s] for x in (a, b)]
         scales = {name: x.chunk(steps, dim=1)[s] for name, x in options.items() if name != "acc"}
-        acc = tensor_core_gemm(kind.arch, *pieces, acc=acc, **scales)
-    assert_same_bytes(acc, whole)
+        acc = tensor_core_gemm(kind.arch, *operands, acc=acc, **scales)
+    assert_same_bytes(acc, product)
 
 
-def test_arguments_are_left_alone():
+def test_the_accumulator_argument_is_unchanged():
     acc = torch.zeros(2, 2)
     a = torch.randn(2, 16, dtype=F16)
     tensor_core_gemm("sm_90a", a, a, acc=acc)
@@ -340,7 +354,7 @@ def test_arguments_are_left_alone():
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 16), (3, 0, 16), (3, 2, 0)])
-def test_empty(m, n, k):
+def test_empty_dimensions_return_the_accumulator(m, n, k):
     acc = torch.randn(m, n)
     got = tensor_core_gemm(
         "sm_100a", torch.zeros(m, k, dtype=F16), torch.zeros(n, k, dtype=F16), acc=acc
@@ -364,7 +378,7 @@ def zeros(rows, cols, dtype):
         (("sm_100a", F16, F16), {"acc": torch.zeros(2, 2)}, r"shape \(2, 3\), got \(2, 2\)"),
     ],
 )
-def test_errors(arguments, options, message):
+def test_invalid_arguments_raise(arguments, options, message):
     arch, *dtypes = arguments
     operands = [
         torch.zeros(r, 64 * t.itemsize, dtype=U8).view(t)

@@ -1,3 +1,5 @@
+"""Variants of NVFP4 in the reference: Hadamard, stochastic rounding, four over six."""
+
 import numpy as np
 import pytest
 import torch
@@ -35,13 +37,13 @@ def is_transformed(text):
 
 
 @every_variant
-def test_extreme_values(text):
+def test_special_values(text):
     check(special_values(45, 48, BF16), text, offs_from_splits((22, 3, 20)))
 
 
 @every_variant
 @pytest.mark.parametrize("dtype", [F16, F32])
-def test_other_dtypes(dtype, text):
+def test_fp16_and_fp32_inputs(dtype, text):
     if not is_transformed(text):
         check(special_values(40, 32, dtype), text, offs_from_splits((17, 3, 20)))
         return
@@ -63,7 +65,7 @@ def test_given_amaxes(text):
     check(x, text, offs, amax if is_transformed(text) else amax[0])
 
 
-def test_amaxes_of_a_transformed_copy_have_one_row_for_each_direction():
+def test_amaxes_with_a_transformed_copy_need_one_row_per_direction():
     x, offs, text = sample(8, 32), offs_from_splits((3, 5)), "nvfp4:hadamard"
     ones, twos = torch.ones(2), torch.ones(2, 2)
     for wrong, rowwise, columnwise in ((ones, 1, 1), (twos, 1, 0), (twos, 0, 1)):
@@ -73,8 +75,8 @@ def test_amaxes_of_a_transformed_copy_have_one_row_for_each_direction():
         ops.grouped_quantize(x, "nvfp4", offs, twos, True, True)
 
 
-def test_the_order_of_a_transform_is_the_stated_one():
-    # What is so far from row 0 cancels it first, and the 1 of a row that comes later is not lost.
+def test_the_transform_adds_in_the_documented_order():
+    # The distant row cancels row 0 first, so the 1 of a later row is not lost.
     for cancelling, small in ((8, 4), (4, 2), (2, 1)):
         x = torch.zeros(16, 16)
         x[0], x[cancelling], x[small] = 2.0**30, -SIGNS[cancelling] * 2.0**30, SIGNS[small]
@@ -85,8 +87,8 @@ def test_the_order_of_a_transform_is_the_stated_one():
 @every_variant
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("uniform", [False, True])
-def test_dequantize(text, columnwise, uniform):
-    """Codes, scales and amax decoded by hand, and the transform undone."""
+def test_dequantizing_variants(text, columnwise, uniform):
+    """Codes, scales and amaxes are decoded by the oracle, and the transform is undone."""
     x = sample(2, 35, 32) if uniform else sample(75, 32)
     offs = None if uniform else offs_from_splits((35, 0, 40))
     copy = ops.grouped_quantize(
@@ -103,58 +105,65 @@ def test_dequantize(text, columnwise, uniform):
         assert_same_bytes(low, got.to(dtype))
 
 
-def drawn(rows, cols, row_blocks, column_blocks):
-    """Bytes (rows, cols) and (slots, cols) of a member behind others with so many blocks."""
+def bytes_of_member(rows, cols, row_blocks, column_blocks):
+    """Return random bytes (rows, cols) and (slots, cols) of a member behind other blocks."""
     slots = 128 * uniform_tiles(rows)
     rowwise = [list(block_bytes(SEED, 0, row_blocks + i)) for i in range(rows * cols // 16)]
     columnwise = [list(block_bytes(SEED, 1, column_blocks + i)) for i in range(slots // 16 * cols)]
-    by_column = torch.tensor(columnwise, dtype=U8).view(slots // 16, cols, 16)
-    return torch.tensor(rowwise, dtype=U8).view(rows, cols), by_column.mT.reshape(slots, cols)
+    columns = torch.tensor(columnwise, dtype=U8).view(slots // 16, cols, 16)
+    return torch.tensor(rowwise, dtype=U8).view(rows, cols), columns.mT.reshape(slots, cols)
 
 
 @pytest.mark.parametrize("text", [text for text in VARIANTS if "stochastic" in text])
-def test_draws_of_groups_with_shapes_of_their_own(text):
-    """Each member is a uniform tensor of one group whose blocks come after those before it."""
+def test_members_with_own_shapes_continue_the_random_bytes(text):
+    """Each member is a uniform tensor of one group whose blocks follow those of earlier members."""
     shapes = [(5, 32), (0, 16), (130, 16), (16, 48)]
     fmt, flat = parse(text), [size for shape in shapes for size in shape]
     members = [sample(1, *shape) for shape in shapes]
     names = fmt.buffer_names(False) + fmt.buffer_names(True)
     call = (text, None, None, True, True, None, seed_of(text))
     got = ops.grouped_quantize(torch.cat([m.flatten() for m in members]), *call, shapes=flat)
-    found, parts = dict(zip(names, got, strict=True)), member_spans(fmt, shapes, columnwise=True)
-    before = [0, 0]
+    buffers, member_slices = (
+        dict(zip(names, got, strict=True)),
+        member_spans(fmt, shapes, columnwise=True),
+    )
+    blocks_before = [0, 0]
     for i, member in enumerate(members):
         want = dict(zip(names, map(torch.clone, ops.grouped_quantize(member, *call)), strict=True))
         _, rows, cols = member.shape
-        draws = reference.GivenRandomNumbers(*drawn(rows, cols, *before))
+        random_bytes = reference.GivenRandomNumbers(*bytes_of_member(rows, cols, *blocks_before))
         groups = Groups.uniform(1, rows, member.device)
         reference.quantize(
-            reference.Elements(member), groups, fmt, want, reference.QuantizeInputs(random=draws)
+            reference.Elements(member),
+            groups,
+            fmt,
+            want,
+            reference.QuantizeInputs(random=random_bytes),
         )
         for buffer, t in want.items():
             assert_same_bytes(
-                parts[buffer][i].view_of(found[buffer]), t, f"{buffer} of {member.shape}"
+                member_slices[buffer][i].view_of(buffers[buffer]), t, f"{buffer} of {member.shape}"
             )
-        before[0] += rows * cols // 16
-        before[1] += uniform_tiles(rows) * 8 * cols
+        blocks_before[0] += rows * cols // 16
+        blocks_before[1] += uniform_tiles(rows) * 8 * cols
 
 
 @pytest.mark.parametrize("text", ["nvfp4:four_over_six", "nvfp4:block=16x16,four_over_six"])
-def test_of_equal_errors_the_scale_that_maps_to_six_is_kept(text):
-    """6 is 6 * 1 and 4 * 1.5, both exactly."""
+def test_equal_errors_choose_the_scale_that_maps_to_six(text):
+    """6 equals both 6 * 1 and 4 * 1.5."""
     x, amax = torch.full((16, 16), 6.0), torch.tensor([1536.0])
     codes, scales, _ = ops.grouped_quantize(x, text, offs_from_splits((16,)), amax)
     assert (codes == 0x77).all()
     assert scales.view(E4M3).float().max() == 1.0
-    # 5 is 4 * 1.25, but 6 * 0.8125 is not.
+    # 5 equals 4 * 1.25, but not 6 * 0.8125.
     x.fill_(5.0)
     codes, scales, _ = ops.grouped_quantize(x, text, offs_from_splits((16,)), amax)
     assert (codes == 0x66).all()
     assert scales.view(E4M3).float().max() == 1.25
 
 
-def test_the_order_in_which_errors_are_summed():
-    """A choice seldom hangs on it, so the sums themselves."""
+def test_errors_are_summed_in_the_documented_order():
+    """Few choices depend on the order, so the sums themselves are compared."""
     errors = torch.rand(16, 16, 3, 64).exp() * torch.randint(0, 20, (16, 16, 3, 64)).exp2()
     one_by_one = np.zeros((16, 3, 64), np.float32)
     for term in errors.numpy():

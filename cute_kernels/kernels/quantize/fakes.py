@@ -10,7 +10,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.device.launch import DSL_TYPES, compact
 from cute_kernels.formats import parse
-from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, scale_tiles
+from cute_kernels.layout.shapes import DECODED_CHUNK_K, PITCH_ALIGNMENT, SF_TILE_BYTES, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
 
 from .config import K_MULTIPLE
@@ -115,7 +115,7 @@ class FakeBuffers:
 
     def values(self) -> Any:
         """Return fp16 values, (T, K rounded up to a multiple of 128)."""
-        return _compact(Float16, self.rows, cute.sym_int(divisibility=PIECE_K))
+        return _compact(Float16, self.rows, cute.sym_int(divisibility=DECODED_CHUNK_K))
 
     def scales(self) -> Any:
         """Return the rowwise block scales, with the group as a first dimension if uniform.

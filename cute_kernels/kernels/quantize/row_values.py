@@ -13,7 +13,7 @@ from cute_kernels.device.codecs.e2m1_fp16 import fp16_values, scales_as_fp16
 from cute_kernels.device.launch import env_stream
 from cute_kernels.device.memory import transpose_four
 from cute_kernels.device.ptx import select
-from cute_kernels.layout.shapes import PIECE_K
+from cute_kernels.layout.shapes import DECODED_CHUNK_K
 
 from .config import ValuesConfig
 from .fakes import FakeBuffers
@@ -27,7 +27,7 @@ class RowValuesQuantizer(RowsQuantizer):
     def __init__(self, config: ValuesConfig):
         super().__init__(config)
         self.writes_scales = False
-        self.piece_blocks = PIECE_K // self.codec.block
+        self.piece_blocks = DECODED_CHUNK_K // self.codec.block
 
     @staticmethod
     def fake_args(config: ValuesConfig) -> tuple[Any, ...]:
@@ -52,9 +52,9 @@ class RowValuesQuantizer(RowsQuantizer):
         scales_address: Int32,
         lane: Lane,
     ) -> None:
-        """Write a lane's blocks as values; eight lanes together reorder eight neighbouring blocks.
+        """Write a lane's blocks as values; eight lanes reorder eight neighbouring blocks.
 
-        All lanes take part, with zeros for blocks past K. The blocks of a piece of ``PIECE_K``
+        All lanes take part, with zeros for blocks past K. The blocks of ``DECODED_CHUNK_K``
         elements are numbered 2 j + p. Lane 2 q + p writes their elements q and q + 4 of both words,
         16 bytes each.
         """
@@ -70,7 +70,9 @@ class RowValuesQuantizer(RowsQuantizer):
                 block = lane.lane_in_row + j * self.lanes_per_row
                 pair = self.codec.encode_row(self.block(words, j), factors[j - i])
                 first_block = block // self.piece_blocks * self.piece_blocks
-                address = target + first_block * (PIECE_K // self.piece_blocks * 2) + lane_offset
+                address = (
+                    target + first_block * (DECODED_CHUNK_K // self.piece_blocks * 2) + lane_offset
+                )
                 for w, codes in enumerate(self.unswizzle(pair, swizzle_xor)):
                     codes = select(block < lane.num_chunks, codes, Uint32(0))
                     values = transpose_four(fp16_values(codes, scales, j - i), 2)

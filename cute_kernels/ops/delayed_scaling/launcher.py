@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...kernels.quantize.config import (
-    DelayedConfig,
-)
+from ...kernels.quantize.pass_config import DelayedConfig
 from ...runtime.launch import Launcher
 from ..arguments import dense
 from ..op import launched_by
@@ -18,6 +16,7 @@ from .op import DelayedScalingUpdate
 
 @launched_by(DelayedScalingUpdate)
 def delayed_scaling_update(op: DelayedScalingUpdate, launch: Launcher) -> Runner:
+    """Return the runner of ``delayed_scaling_update``."""
     if not op.scale.numel():
         return lambda op, outputs: None
     kernel = launch.kernel(

@@ -18,17 +18,17 @@ from ..checks import check_tensor, same_device
 from ..op import FormatOp
 from ..registration import register_inplace
 
-#: What the scale follows from: the largest amax of the history, or the last one.
+#: Amax that determines the scale: the largest of the history, or the most recent one.
 ALGORITHMS = ("max", "most_recent")
 _SMALLEST_NORMAL, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def check_margin(margin: int, fmt: Format) -> None:
-    """``margin`` must be an integer, and the format's largest number * 2^-margin a normal fp32."""
+    """Check that ``margin`` is an integer that leaves a normal fp32 number of the largest one."""
     if isinstance(margin, bool) or not isinstance(margin, (int, torch.SymInt)):
         raise TypeError(f"margin must be an integer, got {margin!r}")
     largest = fmt.element.max
-    # Far from what a power of two overflows in Python.
+    # The bound of 1000 keeps the power of two from overflowing in Python.
     if abs(margin) > 1000 or not _SMALLEST_NORMAL <= largest * 2.0**-margin <= _LARGEST:
         raise ValueError(
             f"margin must leave {largest} * 2^-margin a normal fp32 number, got {margin}"
@@ -38,32 +38,32 @@ def check_margin(margin: int, fmt: Format) -> None:
 @register_inplace
 @dataclasses.dataclass
 class DelayedScalingUpdate(FormatOp):
-    """Roll the amax history of each slot, and make its next scale; both are written in place.
+    """Roll the amax history of each slot, and compute its next scale; both in place.
 
-    A slot is a column of the history: a group of one tensor. For each, with fl() one rounding to
-    fp32 (TransformerEngine's fused update):
+    A slot is a column of the history: one group of one tensor. For each slot, with fl() one
+    rounding to fp32 (TransformerEngine's fused update):
 
-      last = amax where that is given and not 0, else history[0]
+      last = amax if it is given and not 0, else history[0]
       if last != 0:
         history = (history[1], ..., history[L-1], last)
-        A = max(history) passing over NaN, or last for "most_recent"
+        A = max(history) ignoring NaN, or last for "most_recent"
         if A is finite and A > 0: scale = min(fl(fl(FP8_MAX * 2^-margin) / A), FMAX)
         history[0] = 0
 
-    so the largest of the last L amaxes counts. Where ``last`` is 0 nothing was seen, and nothing
-    changes. An infinite A keeps the scale, until the infinity has left the history.
+    So the largest of the last L amaxes counts. If ``last`` is 0, the slot was not used in this
+    step, and nothing changes. An infinite A keeps the scale until the infinity has left the
+    history.
 
     Args:
-        amax_history: (L, n) fp32, contiguous; row 0 takes the amaxes of the present step, row 1
-            is the oldest.
+        amax_history: (L, n) fp32, contiguous; row 0 collects the amaxes of this step, row 1 is
+            the oldest.
         scale: (n,) fp32, contiguous.
-        format: the text of the format; its element decides FP8_MAX.
-        amax: (n,) fp32 to use instead of row 0, such as one that was reduced over processes;
+        format: Text of the format; its element determines FP8_MAX.
+        amax: (n,) fp32 to use instead of row 0, such as an amax that was reduced over processes;
             its sign is dropped.
         margin: FP8_MAX is divided by two to this power.
         algorithm: ``"max"`` or ``"most_recent"``.
-        skip_nonfinite: a ``last`` that is infinite or NaN counts as 0, and row 0 becomes
-            ``last``.
+        skip_nonfinite: Treat an infinite or NaN ``last`` as 0; row 0 becomes ``last``.
     """
 
     amax_history: Tensor
@@ -80,15 +80,17 @@ class DelayedScalingUpdate(FormatOp):
 
     @property
     def largest(self) -> float:
-        """fl(FP8_MAX * 2^-margin); exact where ``check`` passes."""
+        """fl(FP8_MAX * 2^-margin); exact if ``check`` passes."""
         return self.record.element.max * 2.0**-self.margin
 
     def check(self) -> None:
+        """Check the arguments."""
         fp32 = (torch.float32,)
         check_tensor("amax_history", self.amax_history, dtypes=fp32, ndim=(2,))
         if self.amax_history.shape[0] < 1:
             raise ValueError(
-                f"amax_history must have at least one row, got shape {tuple(self.amax_history.shape)}"
+                "amax_history must have at least one row, "
+                f"got shape {tuple(self.amax_history.shape)}"
             )
         slots = self.amax_history.shape[1:]
         check_tensor("scale", self.scale, dtypes=fp32, shape=slots)

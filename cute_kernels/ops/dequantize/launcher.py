@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...kernels.quantize.choose import choose_dequantize_config
-from ...kernels.quantize.config import Grouping
+from ...kernels.quantize.prologue import Grouping
 from ...layout.buffers import code_pitch
 from ...layout.shapes import PITCH_ALIGNMENT
 from ...runtime.allocator import ALIGNMENT
@@ -24,13 +24,14 @@ from .op import GroupedDequantize
 
 @launched_by(GroupedDequantize)
 def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
+    """Return the runner of ``grouped_dequantize``."""
     if op.shapes is not None:
         run_each = each_member(lambda member, _: dequantize(member, launch))
 
         def run_shapes(
             op: GroupedDequantize, outputs: Sequence[Tensor], fresh: bool = False
         ) -> None:
-            if fresh:  # behind the last group
+            if fresh:  # zeros past the last group
                 outputs[0].zero_()
             run_each(op, outputs)
 
@@ -45,6 +46,7 @@ def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
     has_scales, has_level = fmt.scale is not None, fmt.global_scale is not None
 
     def run(op: GroupedDequantize, outputs: Sequence[Tensor], fresh: bool = False) -> None:
+        """Launch the kernel."""
         codes = readable(op.codes) if op.columnwise else _readable_rows(op.codes)
         scales = readable(op.scales[0]) if has_scales else None
         level = flat_amax(dense(op.scales[-1])) if has_level else None
@@ -54,7 +56,7 @@ def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
 
 
 def _readable_rows(codes: Tensor) -> Tensor:
-    """Rowwise codes, copied unless all rows are equally far apart, and as far as kernels ask."""
+    """Return rowwise codes, copied if their rows do not have one pitch that kernels support."""
     pitch, aligned = codes.stride(-2), codes.data_ptr() % ALIGNMENT == 0
     even = codes.dim() == 2 or codes.stride(0) == codes.shape[1] * pitch
     if aligned and even and codes.stride(-1) == 1 and pitch % PITCH_ALIGNMENT == 0:

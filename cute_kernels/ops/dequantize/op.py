@@ -33,20 +33,20 @@ class GroupedDequantize(FormatOp):
     """Decode one direction of a quantized tensor.
 
     Args:
-        codes: as ``grouped_quantize`` returns them, rowwise or columnwise.
-        scales: what else that direction needs to be read (``Format.operand_names``): block
-            scales, and the vector of the second level that decodes.
-        format: the text of the format.
-        rows: T, N when uniform, or the capacity with ``shapes``.
-        dtype: bf16, fp16 or fp32.
+        codes: Rowwise or columnwise codes, as ``grouped_quantize`` returns them.
+        scales: Other buffers of that direction that decode (``Format.operand_names``): block
+            scales, and the first vector of the global scale.
+        format: Text of the format.
+        rows: T; N if uniform; or the capacity with ``shapes``.
+        dtype: Dtype of the result: bf16, fp16 or fp32.
         offs: (G,) int32 end rows, or None for uniform groups.
-        columnwise: the copy is the columnwise one.
-        shapes: [m0, n0, m1, n1, ...], rows and columns of groups that have shapes of their own;
-            ``codes`` and ``scales`` then are flat.
+        columnwise: True for the columnwise copy.
+        shapes: [m0, n0, m1, n1, ...]: rows and columns of groups that have shapes of their own;
+            ``codes`` and ``scales`` are then flat.
 
     Returns:
-        (T, K), zeros in the tail, (G, N, K), or (capacity,), zeros in the tail. Each value is
-        rounded to ``dtype`` once.
+        (T, K) or (capacity,) with zeros in the tail, or (G, N, K). Each value is rounded to
+        ``dtype`` once.
     """
 
     codes: Tensor
@@ -83,6 +83,7 @@ class GroupedDequantize(FormatOp):
         return None if self.offs is None else self.offs.shape[0]
 
     def check(self) -> None:
+        """Check the arguments."""
         check_dtype("dtype", self.dtype, INPUT_DTYPES)
         if self.rows < 0:
             raise ValueError(f"rows must be >= 0, got {self.rows}")
@@ -99,6 +100,7 @@ class GroupedDequantize(FormatOp):
         same_device("codes", self.device, **self.tensors())
 
     def _check_matrices(self) -> None:
+        """Check ``codes`` of ragged or uniform groups."""
         fmt = self.record
         if self.offs is not None:
             check_offs(self.offs)
@@ -124,24 +126,25 @@ class GroupedDequantize(FormatOp):
     def members(
         self, outputs: Sequence[Tensor]
     ) -> Iterator[tuple[GroupedDequantize, list[Tensor]]]:
-        """Each group that has a shape of its own as a call for itself, with its output: views."""
+        """Yield each group with a shape of its own as a call, with a view of its output."""
         shapes, columnwise = pairs(self.shapes or ()), self.columnwise
-        parts = member_spans(self.record, shapes, rowwise=not columnwise, columnwise=columnwise)
-        of_buffers = [parts[name] for name in self.record.operand_names(columnwise)]
-        for i, of_member in enumerate(member_views(outputs[0], shapes)):
-            buffers = zip(of_buffers, (self.codes, *self.scales), strict=True)
-            codes, *scales = (of_members[i].view_of(buffer) for of_members, buffer in buffers)
+        spans = member_spans(self.record, shapes, rowwise=not columnwise, columnwise=columnwise)
+        spans_of_buffers = [spans[name] for name in self.record.operand_names(columnwise)]
+        for i, view in enumerate(member_views(outputs[0], shapes)):
+            buffers = zip(spans_of_buffers, (self.codes, *self.scales), strict=True)
+            codes, *scales = (buffer_spans[i].view_of(buffer) for buffer_spans, buffer in buffers)
             yield (
                 dataclasses.replace(
                     self, codes=codes, scales=scales, rows=shapes[i][0], shapes=None
                 ),
-                [of_member],
+                [view],
             )
 
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        """Decode with the reference backend."""
         if self.shapes is not None:
-            for op, of_member in self.members(outputs):
-                op.run_reference(of_member, **options)
+            for op, view in self.members(outputs):
+                op.run_reference(view, **options)
             return
         (out,) = outputs
         groups = Groups.from_shape(self.shape, self.offs, self.device)

@@ -1,4 +1,4 @@
-"""The ops of mixtures of experts on CuTe DSL kernels."""
+"""Runners of the ops of mixtures of experts on CuTe DSL kernels."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ from .op import (
 )
 from .router_op import MoeRoute, MoeRouteGradient
 
-#: Of the kernels that choose: 32 scores of a lane.
+#: Largest number of experts of the router kernels: 32 scores per lane.
 MOST_EXPERTS = 1024
 
 
 @launched_by(ComputeRouting)
 def compute_routing(op: ComputeRouting, launch: Launcher) -> Runner:
+    """Return the runner of ``compute_routing``."""
     if not op.expert_ids.numel():
         return lambda op, outputs: outputs[0].zero_()
     config = choose_routing_config(dtype_name(op.expert_ids.dtype), op.expert_ids.numel())
     kernel, top_k = launch.kernel(config), op.expert_ids.shape[1]
 
     def run(op: ComputeRouting, outputs: Sequence[Tensor]) -> None:
+        """Launch the kernels."""
         offs, token, pair, row = outputs
         kernel(op.expert_ids.contiguous().view(-1), offs, token, pair, row.view(-1), top_k)
 
@@ -54,14 +56,16 @@ def compute_routing(op: ComputeRouting, launch: Launcher) -> Runner:
 
 
 def _per_lane(experts: int) -> int:
+    """Return the number of scores per lane, a power of two."""
     return 1 << max(0, (experts - 1) // 32).bit_length()
 
 
 @launched_by(MoeRoute)
 def route(op: MoeRoute, launch: Launcher) -> Runner:
+    """Return the runner of ``moe_route``."""
     (tokens, experts), groups = op.logits.shape, op.expert_groups
     if not tokens or experts > MOST_EXPERTS or groups > 32:
-        # The bits are the same.
+        # The reference backend has the same bits.
         return lambda op, outputs: op.run_reference(outputs)
     config = RouterConfig(
         op.score,
@@ -74,14 +78,16 @@ def route(op: MoeRoute, launch: Launcher) -> Runner:
     kernel = launch.kernel(config)
 
     def run(op: MoeRoute, outputs: Sequence[Tensor]) -> None:
-        given = (readable(op.logits), dense(op.selection_bias), dense(op.end))
-        kernel(*given, *outputs, groups, op.top_groups, op.factor, launch.num_sms)
+        """Launch the kernels."""
+        inputs = (readable(op.logits), dense(op.selection_bias), dense(op.end))
+        kernel(*inputs, *outputs, groups, op.top_groups, op.factor, launch.num_sms)
 
     return run
 
 
 @launched_by(MoeRouteGradient)
 def route_gradient(op: MoeRouteGradient, launch: Launcher) -> Runner:
+    """Return the runner of ``moe_route_gradient``."""
     tokens, experts = op.scores.shape
     if not tokens or experts > MOST_EXPERTS:
         return lambda op, outputs: op.run_reference(outputs)
@@ -95,14 +101,16 @@ def route_gradient(op: MoeRouteGradient, launch: Launcher) -> Runner:
     kernel = launch.kernel(config)
 
     def run(op: MoeRouteGradient, outputs: Sequence[Tensor]) -> None:
-        given = [dense(t) for t in (op.dweights, op.dscores, op.ids, op.scores)]
-        kernel(*given, outputs[0], op.factor, launch.num_sms)
+        """Launch the kernels."""
+        inputs = [dense(t) for t in (op.dweights, op.dscores, op.ids, op.scores)]
+        kernel(*inputs, outputs[0], op.factor, launch.num_sms)
 
     return run
 
 
 @launched_by(MoeGather)
 def gather(op: MoeGather, launch: Launcher) -> Runner:
+    """Return the runner of ``moe_gather``."""
     if not op.index.numel() or not op.x.shape[1]:
         return lambda op, outputs: None
     if not op.x.numel():
@@ -113,6 +121,7 @@ def gather(op: MoeGather, launch: Launcher) -> Runner:
 
 @launched_by(MoeCombine)
 def combine(op: MoeCombine, launch: Launcher) -> Runner:
+    """Return the runner of ``moe_combine``."""
     if not op.row.shape[0] or not op.h.shape[1]:
         return lambda op, outputs: None
     if not op.h.numel() or not op.row.numel():
@@ -124,6 +133,7 @@ def combine(op: MoeCombine, launch: Launcher) -> Runner:
     )
 
     def run(op: MoeCombine, outputs: Sequence[Tensor]) -> None:
+        """Launch the kernels."""
         kernel(readable(op.h), dense(op.row), dense(op.weight), outputs[0], launch.num_sms)
 
     return run
@@ -132,6 +142,7 @@ def combine(op: MoeCombine, launch: Launcher) -> Runner:
 def _activate_config(
     op: MoeActivate | MoeActivateGradient, launch: Launcher, columns: int, **options: bool
 ) -> ActivateConfig:
+    """Return the configuration of the activation kernel."""
     return ActivateConfig(
         op.activation,
         launch.arch,
@@ -145,11 +156,13 @@ def _activate_config(
 
 @launched_by(MoeActivate)
 def activate(op: MoeActivate, launch: Launcher) -> Runner:
+    """Return the runner of ``moe_activate``."""
     if not op.x.numel():
         return lambda op, outputs: None
     kernel = launch.kernel(_activate_config(op, launch, op.outputs()[0].shape[1]))
 
     def run(op: MoeActivate, outputs: Sequence[Tensor]) -> None:
+        """Launch the kernels."""
         kernel(
             readable(op.x), None, dense(op.offs), None, None, outputs[0], None, None, launch.num_sms
         )
@@ -159,6 +172,7 @@ def activate(op: MoeActivate, launch: Launcher) -> Runner:
 
 @launched_by(MoeActivateGradient)
 def activate_gradient(op: MoeActivateGradient, launch: Launcher) -> Runner:
+    """Return the runner of ``moe_activate_gradient``."""
     if not op.x.numel():
         return lambda op, outputs: None
     weighted = op.weight is not None
@@ -167,6 +181,7 @@ def activate_gradient(op: MoeActivateGradient, launch: Launcher) -> Runner:
     )
 
     def run(op: MoeActivateGradient, outputs: Sequence[Tensor]) -> None:
+        """Launch the kernels."""
         rows = readable(op.x), readable(op.grad), dense(op.offs)
         if op.weight is None:
             kernel(*rows, None, None, outputs[0], None, None, launch.num_sms)
@@ -187,23 +202,27 @@ def activate_gradient(op: MoeActivateGradient, launch: Launcher) -> Runner:
 
 @launched_by(MoeQuantizeGradient)
 def quantize_gradient(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
+    """Return the runner of ``moe_quantize_gradient``."""
     cols = op.grad.shape[1]
     config = GradientConfig(
         op.format, op.scaled_format, dtype_name(op.x.dtype), op.activation, launch.arch
     )
     if not op.x.numel() or op.interleaved or not config.can_implement(cols):
-        return _by_passes(op, launch)
+        return _run_passes(op, launch)
     kernel = launch.kernel(config)
     names = [
-        (i, name) for i, one in enumerate(op.passes(op.x, op.grad)[1:]) for name in one.specs()
+        (i, name)
+        for i, quantization in enumerate(op.passes(op.x, op.grad)[1:])
+        for name in quantization.specs()
     ]
-    taken = [(i, name) for i in range(2) for name in (*BUFFERS, "amax")]
+    argument_names = [(i, name) for i in range(2) for name in (*BUFFERS, "amax")]
     workspace = Allocator(
         [BufferSpec((ceil_div(cols, TILE_ROWS), op.grad.shape[0]), torch.float32)], op.device
     )
 
     def run(op: MoeQuantizeGradient, outputs: Sequence[Tensor]) -> None:
-        given = (
+        """Launch the kernels."""
+        inputs = (
             readable(op.x),
             readable(op.grad),
             dense(op.offs),
@@ -215,9 +234,9 @@ def quantize_gradient(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
             (dense(op.scale), dense(op.scaled_scale)),
         )
         kernel(
-            *given,
+            *inputs,
             *scales,
-            *map(out.get, taken),
+            *map(out.get, argument_names),
             *workspace.make(),
             outputs[-1].view(-1),
             launch.num_sms,
@@ -227,15 +246,17 @@ def quantize_gradient(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
     return run
 
 
-def _by_passes(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
+def _run_passes(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
+    """Return the runner of ``moe_quantize_gradient`` that runs its passes one after the other."""
     workspace = Allocator(op.passes(op.x, op.grad)[0].outputs()[:2], op.device)
-    runners = [one.build_runner(launch) for one in op.passes(*workspace.make())]
+    runners = [step.build_runner(launch) for step in op.passes(*workspace.make())]
 
     def run(op: MoeQuantizeGradient, outputs: Sequence[Tensor]) -> None:
-        made = workspace.make()
-        for one, into, runner in zip(
-            op.passes(*made), op.outputs_of(outputs, *made), runners, strict=True
+        """Launch the kernels."""
+        intermediate = workspace.make()
+        for step, targets, runner in zip(
+            op.passes(*intermediate), op.outputs_of(outputs, *intermediate), runners, strict=True
         ):
-            runner(one, into)
+            runner(step, targets)
 
     return run

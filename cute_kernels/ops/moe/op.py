@@ -1,4 +1,4 @@
-"""Ops of a mixture of experts between its products: routing, gather, activation and combine."""
+"""Ops of a mixture of experts between its GEMMs: routing, gather, activation and combine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INT32, _FP32 = (torch.int32,), (torch.float32,)
 
 
 class Plain(Op):
-    """An op of plain tensors."""
+    """Base class of ops on plain tensors."""
 
     alignment: ClassVar[int] = 16
 
@@ -34,21 +34,21 @@ class Plain(Op):
 @register
 @dataclass
 class ComputeRouting(Plain):
-    """Rows of tokens sorted by expert, and where each token went: a stable counting sort.
+    """Sort the rows of tokens by expert, and return the row of each token: a stable counting sort.
 
     Token t has one row for each of its k experts. Rows of expert 0 come first, in the order of
-    tokens, then those of expert 1, and so on. An id that is not in [0, E), such as the -1 of an
-    expert on another rank, has no row. Nothing is read on the host.
+    tokens, then rows of expert 1, and so on. An id outside [0, E), such as -1 for an expert on
+    another rank, has no row. Nothing is read on the host.
 
     Args:
         expert_ids: (T, k) int32 or int64.
         num_experts: E, at least 1.
 
     Returns:
-        offs (E,), the END row of each expert; token (T * k,), the token of each row; pair (T *
-        k,), t * k + j of each row, whose weight is ``weights.flatten()[pair]``; row (T, k), the
-        inverse: the row of each of a token's experts. All int32. ``row`` is -1 of an id without
-        a row, ``token`` and ``pair`` are -1 from row ``offs[-1]`` on.
+        Four int32 tensors. offs (E,): END row of each expert. token (T * k,): token of each row.
+        pair (T * k,): t * k + j of each row, whose weight is ``weights.flatten()[pair]``. row (T,
+        k), the inverse: row of each of a token's experts. ``row`` is -1 for an id without a row;
+        ``token`` and ``pair`` are -1 from row ``offs[-1]`` on.
     """
 
     expert_ids: Tensor
@@ -58,6 +58,7 @@ class ComputeRouting(Plain):
     returns_list: ClassVar[bool] = True
 
     def check(self) -> None:
+        """Check the arguments."""
         check_tensor("expert_ids", self.expert_ids, dtypes=(torch.int32, torch.int64), ndim=(2,))
         if self.num_experts < 1:
             raise ValueError(f"num_experts must be positive, got {self.num_experts}")
@@ -72,6 +73,7 @@ class ComputeRouting(Plain):
 
 
 def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save the inverse of the index for ``_gather_backward``."""
     x, _, row = inputs
     if row is None:
         raise RuntimeError("the gradient of moe_gather needs row, the inverse of index")
@@ -87,14 +89,14 @@ def _gather_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 @register
 @dataclass
 class MoeGather(Plain):
-    """Rows of ``x`` by an index: ``out[r] = x[index[r]]``.
+    """Gather rows of ``x`` by an index: ``out[r] = x[index[r]]``.
 
     Args:
         x: (T, H) bf16, fp16 or fp32.
-        index: (R,) int32; where it is none of the rows of ``x``, ``out`` is zeros.
-        row: (T, k) int32, the inverse: the rows of ``out`` that each row of ``x`` went to, -1
-            for none. The gradient has to have it, and with it and k > 1 kernels read ``x``
-            once, not k times.
+        index: (R,) int32. Rows of ``out`` with an invalid index are zeros.
+        row: (T, k) int32, the inverse: rows of ``out`` that each row of ``x`` is copied to, -1 for
+            none. The gradient needs it. With it and k > 1, kernels read each row of ``x`` once,
+            not k times.
 
     Returns:
         (R, H) of the dtype of ``x``.
@@ -109,6 +111,7 @@ class MoeGather(Plain):
     backward = staticmethod(_gather_backward)
 
     def check(self) -> None:
+        """Check the arguments."""
         check_tensor("x", self.x, dtypes=INPUT_DTYPES, ndim=(2,))
         check_tensor("index", self.index, dtypes=_INT32, ndim=(1,))
         if self.row is not None:
@@ -129,34 +132,40 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _combine_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``h`` and ``weight``."""
     row, h, weight = ctx.saved_tensors
-    there = (row >= 0) & (row < ctx.shape[0])
+    is_valid = (row >= 0) & (row < ctx.shape[0])
     # Rows that are there have one token each; the others go to one that is dropped.
-    place = torch.where(there, row, ctx.shape[0]).long()
+    index = torch.where(is_valid, row, ctx.shape[0]).long()
     dh = dweight = None
     if ctx.needs_input_grad[0]:
-        wide = dy.float().unsqueeze(1)
-        wide = wide.expand(*row.shape, -1) if weight is None else wide * weight.unsqueeze(-1)
-        into = dy.new_zeros(ctx.shape[0] + 1, ctx.shape[1], dtype=ctx.dtype)
-        dh = into.index_put((place,), wide.to(ctx.dtype))[:-1]
+        terms_of_rows = dy.float().unsqueeze(1)
+        terms_of_rows = (
+            terms_of_rows.expand(*row.shape, -1)
+            if weight is None
+            else terms_of_rows * weight.unsqueeze(-1)
+        )
+        buffer = dy.new_zeros(ctx.shape[0] + 1, ctx.shape[1], dtype=ctx.dtype)
+        dh = buffer.index_put((index,), terms_of_rows.to(ctx.dtype))[:-1]
     if ctx.needs_input_grad[2]:
-        terms = torch.nn.functional.pad(h, (0, 0, 0, 1))[place].float() * dy.float().unsqueeze(1)
-        dweight = torch.where(there, terms.sum(-1), 0)
+        terms = torch.nn.functional.pad(h, (0, 0, 0, 1))[index].float() * dy.float().unsqueeze(1)
+        dweight = torch.where(is_valid, terms.sum(-1), 0)
     return dh, None, dweight, None
 
 
 @register
 @dataclass
 class MoeCombine(Plain):
-    """The weighted sum of each token's rows: ``y[t] = sum over k of weight[t, k] h[row[t, k]]``.
+    """Sum each token's weighted rows: ``y[t] = sum over k of weight[t, k] h[row[t, k]]``.
 
-    In fp32, in ascending k from 0 on, each product and each sum rounded, and one cast at the end.
+    The sum is in fp32, in ascending k from 0 on. Each product and each sum is rounded, with one
+    cast at the end.
 
     Args:
         h: (R, H) bf16, fp16 or fp32.
-        row: (T, k) int32, no row twice; what is none of the rows of ``h`` is left out.
+        row: (T, k) int32, without repetitions; invalid rows are skipped.
         weight: (T, k) fp32; None for ones.
-        out_dtype: dtype of ``y``; that of ``h`` by default.
+        out_dtype: Dtype of ``y``; by default the dtype of ``h``.
 
     Returns:
         (T, H).
@@ -173,6 +182,7 @@ class MoeCombine(Plain):
     backward = staticmethod(_combine_backward)
 
     def check(self) -> None:
+        """Check the arguments."""
         check_tensor("h", self.h, dtypes=INPUT_DTYPES, ndim=(2,))
         check_tensor("row", self.row, dtypes=_INT32, ndim=(2,))
         if self.weight is not None:
@@ -188,6 +198,7 @@ class MoeCombine(Plain):
 
 
 def _check_activation(x: Tensor, activation: str, offs: Tensor | None, interleaved: bool) -> None:
+    """Check the arguments that ops with an activation share."""
     check_tensor("x", x, dtypes=INPUT_DTYPES, ndim=(2,))
     check_prologue("x", x, activation)
     if interleaved and not parse_activation(activation).is_gated:
@@ -204,23 +215,23 @@ def _activate_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _activate_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, offs = ctx.saved_tensors
-    given = (x, dy.to(x.dtype), ctx.activation, offs, ctx.interleaved)
-    return torch.ops.cute_kernels.moe_activate_gradient(*given)[0], None, None, None
+    arguments = (x, dy.to(x.dtype), ctx.activation, offs, ctx.interleaved)
+    return torch.ops.cute_kernels.moe_activate_gradient(*arguments)[0], None, None, None
 
 
 @register
 @dataclass
 class MoeActivate(Plain):
-    """An activation of the rows of experts, in fp32 and rounded once to the dtype of ``x``.
+    """Apply an activation to the rows of experts, in fp32, rounded once to the dtype of ``x``.
 
-    ``cute_kernels.reference.activations`` states its bits.
+    ``cute_kernels.reference.activations`` states the bits.
 
     Args:
-        x: (R, W) bf16, fp16 or fp32; W = 2 N of a gated activation.
-        activation: its text, as ``grouped_quantize`` takes it.
-        offs: (G,) int32 end rows: rows from the last on are neither read nor written.
-        interleaved: columns of a gated activation's two inputs alternate, A first, instead of
-            being halves [A | B].
+        x: (R, W) bf16, fp16 or fp32; W = 2 N for a gated activation.
+        activation: Text of the activation, as for ``grouped_quantize``.
+        offs: (G,) int32 end rows: rows from the last one on are neither read nor written.
+        interleaved: The columns of a gated activation's two inputs alternate, A first, instead of
+            forming halves [A | B].
 
     Returns:
         (R, N).
@@ -254,23 +265,26 @@ class MoeActivate(Plain):
 @register
 @dataclass
 class MoeActivateGradient(Plain):
-    """The gradient of ``moe_activate``, and of the weights of rows if there are some.
+    """Return the gradient of ``moe_activate``, and of the weights of rows if they are given.
 
-    A token's output is the sum of its rows, each with a weight p, of a second product of what
-    ``moe_activate`` gives. The gradient of that product's input without p, ``grad``, is enough for
-    the gradient of p: it is <grad, a>, so that the rows that p multiplied need not be kept
-    (SonicMoE, arXiv 2512.14080). ``cute_kernels.reference.moe`` states the bits. Other arguments
-    are those of ``moe_activate``.
+    A token's output is the sum of its rows of a second GEMM of the result a of ``moe_activate``,
+    each with a weight p. ``grad`` is the gradient of that GEMM's input without p. It suffices for
+    the gradient of p, which is <grad, a>, so the rows that p multiplied need not be saved
+    (SonicMoE, arXiv 2512.14080). ``cute_kernels.reference.moe`` states the bits.
 
     Args:
-        grad: (R, N) of the dtype of ``x``: the gradient of its result, without the weight.
+        x: As for ``moe_activate``.
+        grad: (R, N) of the dtype of ``x``: gradient of its result, without the weight.
+        activation: As for ``moe_activate``.
+        offs: As for ``moe_activate``.
+        interleaved: As for ``moe_activate``.
         weight: (T, k) fp32, p of each pair of a token and an expert.
-        pair: (R,) int32, the pair of each row: with ``weight``.
+        pair: (R,) int32, the pair of each row; required with ``weight``.
 
     Returns:
-        The gradient with respect to ``x`` of its shape, given ``p * grad``. With weights also
-        ``p * a`` (R, N) of the dtype of ``x``, which the gradient of the second product's
-        weight reads, and the gradient of ``weight`` (T, k) fp32, 0 where there is no row.
+        The gradient with respect to ``x``, given ``p * grad``. With weights also ``p * a`` (R, N)
+        of the dtype of ``x``, which the gradient of the second GEMM's weight needs, and the
+        gradient of ``weight`` (T, k) fp32, 0 for pairs without a row.
     """
 
     x: Tensor
@@ -285,6 +299,7 @@ class MoeActivateGradient(Plain):
     returns_list: ClassVar[bool] = True
 
     def check(self) -> None:
+        """Check the arguments."""
         _check_activation(self.x, self.activation, self.offs, self.interleaved)
         check_prologue("x", self.x, self.activation, self.grad)
         if (self.weight is None) != (self.pair is None):
@@ -310,23 +325,28 @@ class MoeActivateGradient(Plain):
 @register
 @dataclass
 class MoeQuantizeGradient(Op):
-    """``moe_activate_gradient``, then ``grouped_quantize``, to the bit, where tiles allow it from
-    one read.
+    """Compute ``moe_activate_gradient``, then ``grouped_quantize``, with the same bits.
 
-    What is quantized is rounded to the dtype of ``x`` first, but need not be in memory. The other
-    arguments are those of ``moe_activate_gradient``, all given.
+    One kernel does both from one read if the shapes allow it. The gradients are rounded to the
+    dtype of ``x`` before they are quantized, but need not be written to memory.
 
     Args:
-        x: (R, W), what enters the activation; bf16, fp16 or fp32.
-        grad: (R, N) of the dtype of ``x``: the gradient of its result, without the weight.
-        format: the text of the format of the gradient of ``x``: MXFP8, FP8Block, or FP8 with
-            delayed scaling.
-        scaled_format: likewise, of ``p * a``.
-        scale: as ``grouped_quantize`` takes it, of the gradient of ``x`` if its format does.
-        scaled_scale: likewise, of ``p * a``.
+        x: (R, W), the input of the activation; bf16, fp16 or fp32.
+        grad: (R, N) of the dtype of ``x``: gradient of the activation's result, without the
+            weight.
+        format: Text of the format of the gradient of ``x``: MXFP8, FP8Block, or FP8 with delayed
+            scaling.
+        scaled_format: Text of the format of ``p * a``, one of the same formats.
+        activation: As for ``moe_activate``.
+        offs: As for ``moe_activate``.
+        interleaved: As for ``moe_activate``.
+        weight: As for ``moe_activate_gradient``.
+        pair: As for ``moe_activate_gradient``.
+        scale: As for ``grouped_quantize``, for the gradient of ``x``, if its format takes it.
+        scaled_scale: As for ``grouped_quantize``, for ``p * a``, if its format takes it.
 
     Returns:
-        The buffers of the gradient of ``x`` in both directions and of ``p * a`` columnwise as
+        The buffers of the gradient of ``x`` in both directions and of ``p * a`` columnwise, as
         ``grouped_quantize`` returns them, such as codes, scales, codes_t, scales_t, codes_t and
         scales_t; and the gradient of ``weight``.
     """
@@ -349,7 +369,7 @@ class MoeQuantizeGradient(Op):
     def passes(
         self, dx: Tensor, scaled: Tensor
     ) -> tuple[MoeActivateGradient, GroupedQuantize, GroupedQuantize]:
-        """What it does, by way of ``dx`` and ``scaled``."""
+        """Return the three ops that compute the same with ``dx`` and ``scaled`` in memory."""
         return (
             MoeActivateGradient(
                 self.x,
@@ -369,16 +389,17 @@ class MoeQuantizeGradient(Op):
     def outputs_of(
         self, outputs: Sequence[Tensor], dx: Tensor, scaled: Tensor
     ) -> tuple[Sequence[Tensor], ...]:
-        """The outputs of each of ``passes``."""
+        """Return the outputs of each of ``passes``."""
         count = len(self.passes(dx, scaled)[1].specs())
         return [dx, scaled, outputs[-1]], outputs[:count], outputs[count:-1]
 
     def check(self) -> None:
-        first, *others = self.passes(self.x, self.grad)
-        for op in others:
+        """Check the arguments of all passes."""
+        activation_op, *quantize_ops = self.passes(self.x, self.grad)
+        for op in quantize_ops:
             require(self.name, op.record, "reference")  # other formats ask for more arguments
-            op.check("scale" if op is others[0] else "scaled_scale")
-        first.check()
+            op.check("scale" if op is quantize_ops[0] else "scaled_scale")
+        activation_op.check()
         same_device("x", self.device, offs=self.offs)
 
     def require(self, backend: Backend) -> None:
@@ -389,10 +410,12 @@ class MoeQuantizeGradient(Op):
         return self.name, parse(self.format)
 
     def outputs(self) -> list[BufferSpec]:
-        first, *others = self.passes(self.x, self.grad)
-        return [spec for op in others for spec in op.outputs()] + first.outputs()[-1:]
+        activation_op, *quantize_ops = self.passes(self.x, self.grad)
+        return [spec for op in quantize_ops for spec in op.outputs()] + activation_op.outputs()[-1:]
 
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
-        made = torch.zeros_like(self.x), torch.zeros_like(self.grad)
-        for op, into in zip(self.passes(*made), self.outputs_of(outputs, *made), strict=True):
-            op.run_reference(into)
+        intermediate = torch.zeros_like(self.x), torch.zeros_like(self.grad)
+        for op, targets in zip(
+            self.passes(*intermediate), self.outputs_of(outputs, *intermediate), strict=True
+        ):
+            op.run_reference(targets)

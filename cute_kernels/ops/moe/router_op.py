@@ -22,6 +22,7 @@ SCORES = ("softmax", "sigmoid")
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    """Save ids and scores for ``_backward``."""
     _, ids, scores = output
     ctx.mark_non_differentiable(ids)
     ctx.save_for_backward(ids, scores)
@@ -38,27 +39,25 @@ def _backward(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...
 @register
 @dataclasses.dataclass
 class MoeRoute(Plain):
-    """The best experts of each token by their logits;
+    """Choose the best experts of each token by their logits.
 
     ``cute_kernels.reference.router`` states the bits.
 
     Args:
         logits: (T, E) fp32.
-        selection_bias: (E,) fp32, added to scores where experts are chosen and nowhere else, or
-            None.
-        end: (1,) int32: tokens from there on have no experts; None for all T.
-        top_k: k of E.
+        selection_bias: (E,) fp32, added to scores only to choose experts; or None.
+        end: (1,) int32: tokens from this one on have no experts; None for all T tokens.
+        top_k: k, the number of experts per token.
         score: ``"softmax"`` or ``"sigmoid"`` of the logits.
-        renormalize: a token's weights are divided by their sum.
-        expert_groups: experts are in so many groups of equal size,
-        top_groups: of which the best are those with the largest sum of two scores: k fit into
-            them.
-        factor: what weights are multiplied by last.
+        renormalize: Divide a token's weights by their sum.
+        expert_groups: Number of groups of equal size that the experts form.
+        top_groups: Number of groups with the largest sums of two scores that experts are chosen
+            from; they must have at least k experts.
+        factor: Factor of the weights, applied last.
 
     Returns:
-        weights (T, k) fp32, ids (T, k) int64, the best first, -1 of tokens that are not there,
-        and scores (T, E) fp32. Differentiable in the logits, given gradients of weights and
-        scores.
+        weights (T, k) fp32; ids (T, k) int64, the best first, -1 for tokens from ``end`` on; and
+        scores (T, E) fp32. Differentiable in the logits, given gradients of weights and scores.
     """
 
     logits: Tensor
@@ -77,6 +76,7 @@ class MoeRoute(Plain):
     backward = staticmethod(_backward)
 
     def check(self) -> None:
+        """Check the arguments."""
         check_tensor("logits", self.logits, dtypes=_FP32, ndim=(2,))
         experts, groups = self.logits.shape[1], self.expert_groups
         check_choice("score", self.score, SCORES)
@@ -84,10 +84,11 @@ class MoeRoute(Plain):
             raise ValueError(
                 f"expert_groups must divide E = {experts} and not be below top_groups, got {groups}"
             )
-        most = experts // groups * self.top_groups
-        if not 1 <= self.top_k <= most or (groups > 1 and experts // groups < 2):
+        most_experts = experts // groups * self.top_groups
+        if not 1 <= self.top_k <= most_experts or (groups > 1 and experts // groups < 2):
             raise ValueError(
-                f"top_k must be in [1, {most}], and groups have two experts or more, got {self.top_k}"
+                f"top_k must be in [1, {most_experts}], and groups have two experts or more, "
+                f"got {self.top_k}"
             )
         if self.selection_bias is not None:
             check_tensor("selection_bias", self.selection_bias, dtypes=_FP32, shape=(experts,))
@@ -101,7 +102,7 @@ class MoeRoute(Plain):
         return [BufferSpec(shape, torch.float32), BufferSpec(shape, torch.int64), scores]
 
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
-        how = (
+        options_of_router = (
             self.top_k,
             self.score,
             self.renormalize,
@@ -110,21 +111,28 @@ class MoeRoute(Plain):
             self.factor,
         )
         weights, ids, scores = outputs
-        reference.route(self.logits, self.selection_bias, self.end, how, (weights, ids, scores))
+        reference.route(
+            self.logits, self.selection_bias, self.end, options_of_router, (weights, ids, scores)
+        )
 
 
 @register
 @dataclasses.dataclass
 class MoeRouteGradient(Plain):
-    """The gradient of the logits of ``moe_route``, whose arguments and results the others are.
+    """Return the gradient of the logits of ``moe_route``.
 
     Args:
-        dweights: (T, k) fp32.
-        dscores: (T, E) fp32, or None for zeros.
-        in_parts: as three bf16 numbers that add up to each fp32 number, for products of bf16.
+        dweights: (T, k) fp32, gradient of the weights.
+        dscores: (T, E) fp32, gradient of the scores, or None for zeros.
+        ids: Result of ``moe_route``.
+        scores: Result of ``moe_route``.
+        score: As for ``moe_route``.
+        renormalize: As for ``moe_route``.
+        factor: As for ``moe_route``.
+        in_parts: Return three bf16 numbers that add up to each fp32 number, for bf16 GEMMs.
 
     Returns:
-        (T, E) fp32; in parts (T, 3 E) bf16, the largest of all first.
+        (T, E) fp32; with ``in_parts`` (T, 3 E) bf16, the largest parts first.
     """
 
     dweights: Tensor
@@ -139,6 +147,7 @@ class MoeRouteGradient(Plain):
     name: ClassVar[str] = "moe_route_gradient"
 
     def check(self) -> None:
+        """Check the arguments."""
         check_choice("score", self.score, SCORES)
         check_tensor("scores", self.scores, dtypes=_FP32, ndim=(2,))
         check_tensor("ids", self.ids, dtypes=(torch.int64,), shape=(self.scores.shape[0], None))
@@ -156,6 +165,8 @@ class MoeRouteGradient(Plain):
         ]
 
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
-        how = (self.score, self.renormalize, self.factor)
-        dlogits = reference.gradient(self.dweights, self.dscores, self.ids, self.scores, how)
+        options_of_router = (self.score, self.renormalize, self.factor)
+        dlogits = reference.gradient(
+            self.dweights, self.dscores, self.ids, self.scores, options_of_router
+        )
         outputs[0].copy_(torch.cat(reference.bf16_parts(dlogits), 1) if self.in_parts else dlogits)

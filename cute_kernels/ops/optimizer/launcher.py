@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...kernels.quantize.choose import choose_tile_config
-from ...kernels.quantize.config import (
-    AdamWConfig,
-    AdamWTileConfig,
-)
+from ...kernels.quantize.config import AdamWTileConfig
+from ...kernels.quantize.pass_config import AdamWConfig
 from ...runtime.launch import Launcher
 from ..arguments import dense, dtype_name, readable
 from ..op import launched_by
@@ -26,15 +24,16 @@ from .op import AdamWQuantize
 
 @launched_by(AdamWQuantize)
 def adamw_quantize(op: AdamWQuantize, launch: Launcher) -> Runner:
-    like, fmt, gradient = op.quantize(op.master), op.record, dtype_name(op.grad.dtype)
+    """Return the runner of ``adamw_quantize``."""
+    quantization, fmt, gradient = op.quantize(op.master), op.record, dtype_name(op.grad.dtype)
     if not op.master.numel():
-        empty = no_elements(like)
+        empty = no_elements(quantization)
         return lambda op, outputs: empty(op.quantize(op.master), outputs[3:])
-    names, after = tuple(like.specs()), None
+    names, run_quantize = tuple(quantization.specs()), None
     if fmt.global_scale is None or fmt.has_given_scale:
         config = choose_tile_config(
             fmt,
-            quantized(like),
+            quantized(quantization),
             launch.arch,
             AdamWTileConfig,
             rowwise=op.rowwise,
@@ -44,12 +43,15 @@ def adamw_quantize(op: AdamWQuantize, launch: Launcher) -> Runner:
         kernel = launch.kernel(config)
     else:
         kernel = launch.kernel(AdamWConfig(gradient, launch.arch, fmt.amaxes_keep_nan))
-        after = quantize(op.quantize(op.master, op.master.new_empty(op.master.shape[0])), launch)
+        run_quantize = quantize(
+            op.quantize(op.master, op.master.new_empty(op.master.shape[0])), launch
+        )
 
     def run(op: AdamWQuantize, outputs: Sequence[Tensor]) -> None:
-        held, out = outputs[:3], dict(zip(names, outputs[3:], strict=True))
-        by = (
-            *held,
+        """Launch the kernels."""
+        state, out = outputs[:3], dict(zip(names, outputs[3:], strict=True))
+        inputs = (
+            *state,
             readable(op.grad),
             dense(op.numbers),
             op.beta1,
@@ -58,13 +60,13 @@ def adamw_quantize(op: AdamWQuantize, launch: Launcher) -> Runner:
             op.weight_decay,
         )
         amax = out.get("amax", out.get("amax_t"))
-        if after is not None:
-            kernel(*by, amax, launch.num_sms)
-            after(op.quantize(held[0], amax), outputs[3:])
+        if run_quantize is not None:
+            kernel(*inputs, amax, launch.num_sms)
+            run_quantize(op.quantize(state[0], amax), outputs[3:])
             return
         buffers = map(out.get, BUFFERS)
         kernel(
-            *by,
+            *inputs,
             None,
             None,
             dense(op.scale),

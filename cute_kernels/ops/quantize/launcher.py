@@ -1,6 +1,6 @@
-"""The quantization ops on CuTe DSL kernels: the choice of kernels, and buffers as their arguments.
+"""Runners of the quantization ops on CuTe DSL kernels: choice of kernels, and their arguments.
 
-Each function takes an op for its metadata alone and returns what runs every call like it.
+Each function reads the metadata of an op and returns the runner of all calls with this metadata.
 """
 
 from __future__ import annotations
@@ -14,40 +14,33 @@ from torch import Tensor
 
 from ...formats import Format
 from ...kernels.quantize.choose import choose_row_config, choose_tile_config, prefers_rows
-from ...kernels.quantize.config import (
-    AmaxConfig,
-    QuantizeProblem,
-    RowsConfig,
-    TokensConfig,
-)
+from ...kernels.quantize.config import QuantizeProblem, RowsConfig, TileConfig, TokensConfig
+from ...kernels.quantize.pass_config import AmaxConfig
 from ...kernels.quantize.prologue import Prologue
-from ...layout.buffers import BufferSpec, code_pitch
-from ...layout.shapes import PITCH_ALIGNMENT
+from ...layout.buffers import BufferSpec
 from ...reference.codecs import codec_of
-from ...runtime.allocator import ALIGNMENT, Allocator
+from ...runtime.allocator import Allocator
 from ...runtime.launch import Launcher
 from ..activation_prologue import result_columns
 from ..arguments import dense, dtype_name, readable
-from ..gather_rows import by_token, gatherer
+from ..gather_rows import gatherer, reads_tokens
 from ..op import launched_by
 from ..plan import Runner
 from .op import GroupedQuantize
 
-#: What kernels of both copies write, in the order of their arguments.
+#: Outputs of kernels that write both copies, in the order of their arguments.
 BUFFERS = ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale")
 
 
 def quantize_problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:
+    """Return the problem of quantizing a plain tensor."""
     return QuantizeProblem(
         dtype_name(x.dtype), x.shape[-1], "uniform" if offs is None else "ragged"
     )
 
 
 def quantized(op: GroupedQuantize) -> QuantizeProblem:
-    """What is quantized:
-
-    ``x``, or its rows by an index, or the elements that an activation makes of it.
-    """
+    """Return the problem of ``op``: of ``x``, its gathered rows, or the result of an activation."""
     problem = quantize_problem(op.x, op.offs)
     if op.activation is None and op.rows is None:
         return problem
@@ -59,32 +52,33 @@ def quantized(op: GroupedQuantize) -> QuantizeProblem:
     )
 
 
-def _inputs(op: GroupedQuantize, by_token: bool = False) -> tuple[Tensor | None, ...]:
-    """x, the index of rows or its inverse, and offs as kernels take them."""
-    return readable(op.x), dense(op.inverse if by_token else op.rows), dense(op.offs)
+def _inputs(op: GroupedQuantize, reads_by_token: bool = False) -> tuple[Tensor | None, ...]:
+    """Return x, the index of rows or its inverse, and offs as kernels take them."""
+    return readable(op.x), dense(op.inverse if reads_by_token else op.rows), dense(op.offs)
 
 
 def write_zeros(op: object, outputs: Sequence[Tensor]) -> None:
-    """All groups are empty: their amaxes are 0, and there is nothing else to write."""
+    """Write zeros to the amaxes of empty groups; nothing else needs to be written."""
     for out in outputs:
         if out.dtype == torch.float32:
             out.zero_()
 
 
 def no_elements(op: GroupedQuantize) -> Runner:
-    """All groups are empty: only the second level of groups is written."""
+    """Return the runner of a call without elements: it writes only global scales of groups."""
     fmt, names, count = op.record, tuple(op.specs()), op.num_groups
-    asked = [way for way, on in ((False, op.rowwise), (True, op.columnwise)) if on]
+    directions = [direction for direction, on in ((False, op.rowwise), (True, op.columnwise)) if on]
     codec = codec_of(fmt)
 
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
+        """Launch the kernels."""
         out = dict(zip(names, outputs, strict=True))
         amax = op.x.new_zeros(count, dtype=torch.float32) if op.amax is None else op.amax.abs()
-        for columnwise in asked:
+        for columnwise in directions:
             level = fmt.global_scale_for(columnwise)
             if level is not None and level.per == "group":
                 vectors = fmt.buffer_names(columnwise)[-len(level.buffers) :]
-                # One for both directions, or one each.
+                # One amax for both directions, or one per direction.
                 vectors_of = codec.global_scale_vectors(
                     amax.expand(2, -1)[int(columnwise)], op.scale
                 )
@@ -94,17 +88,22 @@ def no_elements(op: GroupedQuantize) -> Runner:
     return run
 
 
-def _give(given: Tensor, amax: Tensor | None) -> None:
-    """Write the amaxes of groups that the caller gave: magnitudes, whatever their sign."""
+def _write_amax(source: Tensor, amax: Tensor | None) -> None:
+    """Write the magnitudes of amaxes that the caller gave."""
     if amax is not None:
-        torch.abs(given, out=amax)
+        torch.abs(source, out=amax)
 
 
 @launched_by(GroupedQuantize)
-def quantize(op: GroupedQuantize, launch: Launcher, drawn: tuple[int, int] | None = None) -> Runner:
-    """How ``grouped_quantize`` runs; ``drawn`` are the blocks that others with the seed have."""
+def quantize(
+    op: GroupedQuantize, launch: Launcher, blocks_before: tuple[int, int] | None = None
+) -> Runner:
+    """Return the runner of ``grouped_quantize``.
+
+    ``blocks_before`` has the number of blocks of earlier groups that share the seed.
+    """
     if op.shapes is not None:
-        before = op.drawn_before() if op.seed is not None else [None] * op.num_groups
+        before = op.blocks_before() if op.seed is not None else [None] * op.num_groups
         return each_member(lambda member, i: quantize(member, launch, before[i]))
     if not op.x.numel() or (op.rows is not None and not op.rows.numel()):
         return no_elements(op)
@@ -118,7 +117,7 @@ def quantize(op: GroupedQuantize, launch: Launcher, drawn: tuple[int, int] | Non
             and rows.can_implement(problem)
         ):
             return _rows(op, rows, launch)
-    return _tiles(op, fmt, problem, launch, drawn)
+    return _tiles(op, fmt, problem, launch, blocks_before)
 
 
 def choose_rows(
@@ -128,10 +127,11 @@ def choose_rows(
     kind: type[RowsConfig],
     tokens: type[TokensConfig],
 ) -> RowsConfig:
-    """The configuration by rows; by tokens where those have several rows which share nothing with
-    others.
+    """Return the row configuration.
+
+    It works token by token if tokens have several rows that share no scales with other rows.
     """
-    if by_token(op.inverse):
+    if reads_tokens(op.inverse):
         config = choose_row_config(op.record, problem, launch.arch, tokens)
         if config.can_implement(problem):
             return config
@@ -139,12 +139,13 @@ def choose_rows(
 
 
 def _gathered_first(op: GroupedQuantize, launch: Launcher) -> Runner:
-    """Rows by an index go to memory where amaxes of groups, which are of no token, come first."""
+    """Gather rows into memory first, since amaxes of groups must precede quantization."""
     gather = gatherer(op.x, launch, op.inverse)
     workspace = Allocator([BufferSpec((*op.lead, op.x.shape[1]), op.x.dtype)], op.device)
     after = quantize(replace(op, x=workspace.make()[0], rows=None, inverse=None), launch)
 
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
+        """Launch the kernels."""
         (x,) = workspace.make()
         gather(op.x, cast("Tensor", op.rows), op.inverse, x)
         after(replace(op, x=x, rows=None, inverse=None), outputs)
@@ -153,13 +154,14 @@ def _gathered_first(op: GroupedQuantize, launch: Launcher) -> Runner:
 
 
 def each_member(runner_of: Callable[[Any, int], Runner]) -> Runner:
-    """Groups that have shapes of their own: each is launched as a uniform tensor of one group.
+    """Return a runner that launches each group with a shape of its own as a uniform tensor.
 
-    Their shapes are those of every call, and so is what runs each.
+    All calls have the same shapes, and therefore the same runners.
     """
     runners: list[Runner] = []
 
     def run(op: Any, outputs: Sequence[Tensor]) -> None:
+        """Launch the kernels."""
         members = list(op.members(outputs))
         if not runners:
             runners.extend([runner_of(member, i) for i, (member, _) in enumerate(members)])
@@ -170,7 +172,7 @@ def each_member(runner_of: Callable[[Any, int], Runner]) -> Runner:
 
 
 def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
-    """Rows to codes in one read; amaxes of rows too, those of groups before if not given."""
+    """Return the runner that quantizes row by row in one read, after amaxes of groups if needed."""
     kernel = launch.kernel(config)
     takes_amax, amax_kernel, names = config.takes_amax, None, tuple(op.specs())
     if takes_amax and op.amax is None:
@@ -187,12 +189,13 @@ def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
         )
 
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
+        """Launch the kernels."""
         out = dict(zip(names, outputs, strict=True))
         inputs, amax = _inputs(op, config.reads_tokens), out.get("amax")
         if amax_kernel is not None:
             amax_kernel(*inputs[::2], None, amax, launch.num_sms)
         elif takes_amax and op.amax is not None:
-            _give(op.amax, amax)
+            _write_amax(op.amax, amax)
         scales = map(out.get, ("scales", "scale_inv", "scale"))
         kernel(*inputs, flat_amax(amax), out["codes"], *scales, launch.num_sms)
 
@@ -204,10 +207,10 @@ def _tiles(
     fmt: Format,
     problem: QuantizeProblem,
     launch: Launcher,
-    drawn: tuple[int, int] | None,
+    blocks_before: tuple[int, int] | None,
 ) -> Runner:
-    """Amaxes first where they are not given, then all copies from one read."""
-    config = choose_tile_config(
+    """Return the runner that computes missing amaxes, then all copies from one read."""
+    config: TileConfig = choose_tile_config(
         fmt,
         problem,
         launch.arch,
@@ -216,15 +219,15 @@ def _tiles(
         compute_amax=op.amax is None,
     )
     if config.prologue is not None and config.prologue.gathered:
-        by_group = config.compute_amax or (config.uses_row_amax and op.amax is not None)
-        if by_group:
+        needs_group_amax = config.compute_amax or (config.uses_row_amax and op.amax is not None)
+        if needs_group_amax:
             return _gathered_first(op, launch)
-    if drawn is not None:
+    if blocks_before is not None:
         config = replace(config, is_member=True)
     kernel = launch.kernel(config)
-    by_row, row_kernel, names = config.uses_row_amax, None, tuple(op.specs())
+    has_row_amax, row_kernel, names = config.uses_row_amax, None, tuple(op.specs())
     has_own = config.has_column_amax
-    if by_row and op.amax is not None:
+    if has_row_amax and op.amax is not None:
         row_kernel = launch.kernel(
             AmaxConfig(
                 problem.dtype,
@@ -238,32 +241,33 @@ def _tiles(
         )
 
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
+        """Launch the kernels."""
         out = dict(zip(names, outputs, strict=True))
         amax, amax_t = out.get("amax"), out.get("amax_t")
         inputs = _inputs(op)
-        row_amax = flat_amax(amax) if by_row else None
-        group_amax = amax_t if by_row or amax is None else amax
-        seen, seed = None, dense(op.seed)
+        row_amax = flat_amax(amax) if has_row_amax else None
+        group_amax = amax_t if has_row_amax or amax is None else amax
+        found_amax, seed = None, dense(op.seed)
         if op.scale is not None:
-            group_amax, seen = dense(op.scale), amax
+            group_amax, found_amax = dense(op.scale), amax
         elif op.amax is not None:
-            _give(op.amax[0] if has_own else op.amax, group_amax)
+            _write_amax(op.amax[0] if has_own else op.amax, group_amax)
             if has_own:
-                _give(op.amax[1], amax_t)
+                _write_amax(op.amax[1], amax_t)
         if row_kernel is not None:
             row_kernel(*inputs[::2], row_amax, None, launch.num_sms)
         buffers = map(out.get, BUFFERS)
-        own = amax_t if has_own else None
+        column_amax = amax_t if has_own else None
         is_own = has_own or amax_t is group_amax
         kernel(
             *inputs,
             row_amax,
             group_amax,
             *buffers,
-            seen,
-            own,
+            found_amax,
+            column_amax,
             seed,
-            *(drawn or (None, None)),
+            *(blocks_before or (None, None)),
             launch.num_sms,
         )
         if amax_t is not None and group_amax is not None and not is_own:
@@ -273,16 +277,5 @@ def _tiles(
 
 
 def flat_amax(amax: Tensor | None) -> Tensor | None:
-    """One amax a row, (T,) or (G, N), as the vector that kernels take."""
+    """Return one amax per row, (T,) or (G, N), as the vector that kernels take."""
     return amax if amax is None or amax.dim() == 1 else amax.view(-1)
-
-
-def _readable_rows(codes: Tensor) -> Tensor:
-    """Rowwise codes, copied unless all rows are equally far apart, and as far as kernels ask."""
-    pitch, aligned = codes.stride(-2), codes.data_ptr() % ALIGNMENT == 0
-    even = codes.dim() == 2 or codes.stride(0) == codes.shape[1] * pitch
-    if aligned and even and codes.stride(-1) == 1 and pitch % PITCH_ALIGNMENT == 0:
-        return codes
-    return codes.new_empty(*codes.shape[:-1], code_pitch(codes.shape[-1]))[
-        ..., : codes.shape[-1]
-    ].copy_(codes)

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.quantize.choose import choose_dbias_config
-from ...kernels.quantize.config import (
-    AmaxConfig,
-    OffsetsConfig,
-)
+from ...kernels.quantize.pass_config import AmaxConfig, OffsetsConfig
 from ...runtime.launch import Launcher
 from ..arguments import dense, dtype_name, readable
 from ..op import launched_by
@@ -25,6 +22,7 @@ from .op import ComputeOffsets, GroupedAmax, GroupedDbias
 
 @launched_by(ComputeOffsets)
 def compute_offsets(op: ComputeOffsets, launch: Launcher) -> Runner:
+    """Return the runner of ``compute_offsets``."""
     if not op.splits.numel():
         return lambda op, outputs: None
     kernel = launch.kernel(
@@ -39,6 +37,7 @@ def compute_offsets(op: ComputeOffsets, launch: Launcher) -> Runner:
 
 @launched_by(GroupedAmax)
 def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
+    """Return the runner of ``grouped_amax``."""
     if not op.x.numel():
         return write_zeros
     problem = quantize_problem(op.x, op.offs)
@@ -52,6 +51,7 @@ def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
 
 @launched_by(GroupedDbias)
 def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
+    """Return the runner of ``grouped_dbias``."""
     if not op.dy.numel():
         return write_zeros
     kernel = launch.kernel(choose_dbias_config(dtype_name(op.dy.dtype), op.dy.shape[-1]))
@@ -60,10 +60,10 @@ def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
         kernel(readable(op.dy), dense(op.offs), outputs[0], launch.num_sms)
 
     def run_uniform(op: GroupedDbias, outputs: Sequence[Tensor]) -> None:
-        # Uniform groups are ragged ones of equal size.
+        """Sum uniform groups, which are ragged groups of equal size."""
         flat, rows = readable(op.dy).flatten(0, 1), op.dy.shape[1]
         count = op.dy.shape[0] * rows
-        ends = torch.arange(rows, count + 1, rows, dtype=torch.int32, device=op.device)
-        kernel(flat, ends, outputs[0], launch.num_sms)
+        offs = torch.arange(rows, count + 1, rows, dtype=torch.int32, device=op.device)
+        kernel(flat, offs, outputs[0], launch.num_sms)
 
     return run_uniform if op.offs is None else run

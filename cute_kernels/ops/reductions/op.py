@@ -21,15 +21,16 @@ from ..registration import register
 @register
 @dataclasses.dataclass
 class ComputeOffsets(Op):
-    """End offset of each group: the inclusive sum of ``splits`` times ``multiplier``.
+    """Return the end offset of each group: the inclusive sum of ``splits`` times ``multiplier``.
 
     Args:
         splits: (G,) int32 or int64 sizes.
-        multiplier: elements counted for each unit of ``splits``, at least 1 and in ``dtype``.
-        dtype: int32 or int64.
+        multiplier: Number of elements per unit of ``splits``, at least 1, in the range of
+            ``dtype``.
+        dtype: Dtype of the offsets: int32 or int64; int32 by default.
 
     Returns:
-        (G,) offsets. Those that ``dtype`` cannot hold saturate: they are its largest number.
+        (G,) offsets. Offsets above the largest number of ``dtype`` saturate.
     """
 
     splits: Tensor
@@ -40,6 +41,7 @@ class ComputeOffsets(Op):
     out_name: ClassVar[str] = "offs"
 
     def check(self) -> None:
+        """Check the arguments."""
         integers = (torch.int32, torch.int64)
         check_tensor("splits", self.splits, dtypes=integers, ndim=(1,))
         check_dtype("dtype", self.dtype or torch.int32, integers)
@@ -60,10 +62,10 @@ class ComputeOffsets(Op):
 @register
 @dataclasses.dataclass
 class GroupedAmax(Op):
-    """Largest magnitude of each group; NaN is passed over.
+    """Return the largest magnitude of each group, ignoring NaN.
 
     Args:
-        x: (T, K) with ``offs``, or (G, N, K) without; bf16, fp16 or fp32.
+        x: (T, K) with ``offs``, else (G, N, K); bf16, fp16 or fp32.
         offs: (G,) int32 end rows.
 
     Returns:
@@ -96,15 +98,15 @@ class GroupedAmax(Op):
 @register
 @dataclasses.dataclass
 class GroupedDbias(Op):
-    """Column sums of each group in fp32, in a fixed order: the gradient of a bias.
+    """Return the column sums of each group in fp32, in a fixed order: the gradient of a bias.
 
     Args:
-        dy: (T, N) with ``offs``, or (G, M, N) without; bf16, fp16 or fp32.
+        dy: (T, N) with ``offs``, else (G, M, N); bf16, fp16 or fp32.
         offs: (G,) int32 end rows.
 
     Returns:
-        (G, N) fp32, in which they are summed, zeros for an empty group. Callers cast to the
-        dtype of a bias, once, after adding what else belongs to the gradient.
+        (G, N) fp32, the dtype of the sums; zeros for an empty group. Callers cast to the dtype of
+        the bias once, after adding other parts of the gradient.
     """
 
     dy: Tensor

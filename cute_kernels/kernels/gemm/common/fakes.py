@@ -10,7 +10,7 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.device.launch import DSL_TYPES, compact
-from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
+from cute_kernels.layout.shapes import DECODED_CHUNK_K, PITCH_ALIGNMENT, SF_TILE_BYTES
 from cute_kernels.layout.slots import TILE_ROWS
 
 from .config import GemmConfig
@@ -102,7 +102,7 @@ class FakeArguments:
     def expanded(self, dtype: str) -> Any:
         """Return values of the operand beside codes, whose K is padded to whole chunks of 128."""
         rows = self.n if self.is_k_grouped else self.rows
-        return _pitched(DSL_TYPES[dtype], rows, cute.sym_int(divisibility=PIECE_K))
+        return _pitched(DSL_TYPES[dtype], rows, cute.sym_int(divisibility=DECODED_CHUNK_K))
 
     def per_group(self) -> Any:
         """Return (G,) fp32."""
