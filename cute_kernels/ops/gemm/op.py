@@ -120,7 +120,9 @@ def _reference_operand(
     if fmt is None:
         return reference.Operand(codes, row_index=index)
     tensors = _operand_tensors(codes, scales, *_scale_positions(scales, fmt))
-    return reference.Operand(codes, fmt, tensors.scales, tensors.global_scale, columnwise, index)
+    return reference.Operand(
+        codes, fmt, tensors.block_scales, tensors.global_scale, columnwise, index
+    )
 
 
 def _check_row_scales(fmt: Format | None) -> None:

@@ -11,13 +11,13 @@ class OperandTensors(NamedTuple):
 
     Attributes:
         codes: Codes of a quantized operand, or the values of a plain one.
-        scales: Block scales; None without.
+        block_scales: Block scales; None without.
         global_scale: Global scale, or the amax that stands for it, (G,) or (T,) fp32; None
             without.
     """
 
     codes: Tensor
-    scales: Tensor | None = None
+    block_scales: Tensor | None = None
     global_scale: Tensor | None = None
 
 
