@@ -18,9 +18,10 @@ from ..recipes import ROLES, Recipe
 from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.members import QuantizedCopy
 from ..tensor.seeds import draw_seed
-from .gemm import w4a16_arguments
+from .gemm import w4a16_operand
 from .linear_call import LinearCall, join_weights
 from .operands import (
+    NOTHING_SAVED,
     Epilogue,
     Gradients,
     LazyRows,
@@ -216,60 +217,48 @@ class _QuantizedProduct(NamedTuple):
 
     def _multiply(self, quantized: QuantizedOperand) -> list[Tensor]:
         x = cast("OperandCopy", quantized.rowwise)
-        return _call_gemm(
-            "m_grouped_gemm",
-            x.codes,
-            self.weight.codes,
-            self.offs,
-            epilogue=self.epilogue,
-            bias=self.bias,
-            transpose_b=self.transpose,
-            out_dtype=self.call.dtype,
-            a_scales=x.scales,
-            b_scales=self.weight.scales,
-            a_format=self.fmt.text,
-            b_format=self.call.weight_format,
-            prepacked=self.call.prepacked,
-        )
+        options = {
+            "bias": self.bias,
+            "transpose_b": self.transpose,
+            "out_dtype": self.call.dtype,
+            "a_scales": x.scales,
+            "b_scales": self.weight.scales,
+            "a_format": self.fmt.text,
+            "b_format": self.call.weight_format,
+            "prepacked": self.call.prepacked,
+        }
+        operands = (x.codes, self.weight.codes, self.offs)
+        return _call_gemm("m_grouped_gemm", operands, options, self.epilogue)
 
     def _quantize_and_multiply(self, x: Tensor | LazyRows) -> list[Tensor]:
         """Quantize and multiply in one op, which keeps no copy of the rows."""
         rows = x.for_quantizer(self.fmt) if isinstance(x, LazyRows) else LazyRows(x, self.offs)
-        return _call_gemm(
-            "m_grouped_quantize_gemm",
-            rows.x,
-            self.weight.codes,
-            self.offs,
-            epilogue=self.epilogue,
-            b_scales=self.weight.scales,
-            a_format=self.fmt.text,
-            b_format=self.call.weight_format,
-            bias=self.bias,
-            transpose_b=self.transpose,
-            out_dtype=self.call.dtype,
-            prepacked=self.call.prepacked,
-            seed=draw_seed(self.fmt, rows.x.device),
-            activation=rows.activation,
-            rows=rows.row_index,
-            inverse=rows.inverse,
-        )
+        options = {
+            "b_scales": self.weight.scales,
+            "a_format": self.fmt.text,
+            "b_format": self.call.weight_format,
+            "bias": self.bias,
+            "transpose_b": self.transpose,
+            "out_dtype": self.call.dtype,
+            "prepacked": self.call.prepacked,
+            "seed": draw_seed(self.fmt, rows.x.device),
+            "activation": rows.activation,
+            "rows": rows.row_index,
+            "inverse": rows.inverse,
+        }
+        operands = (rows.x, self.weight.codes, self.offs)
+        return _call_gemm("m_grouped_quantize_gemm", operands, options, self.epilogue)
 
 
 def _call_gemm(
-    name: str, *operands: Tensor, epilogue: Epilogue | None, **options: Any
+    name: str, operands: tuple[Tensor, ...], options: dict[str, Any], epilogue: Epilogue | None
 ) -> list[Tensor]:
     """Call a GEMM op, or its ``_activate`` form if there is an epilogue; return its outputs."""
     if epilogue is None:
         return [getattr(ops, name)(*operands, **options)]
-    activation, interleaved, keeps_z, quantize_to = epilogue
-    return getattr(ops, f"{name}_activate")(
-        *operands,
-        **options,
-        epilogue=activation,
-        interleaved=interleaved,
-        keeps_z=keeps_z,
-        quantize_to=quantize_to,
-    )
+    options["epilogue"], options["interleaved"], options["keeps_z"] = epilogue[:3]
+    options["quantize_to"] = epilogue.quantize_to
+    return getattr(ops, f"{name}_activate")(*operands, **options)
 
 
 def _plain_product(
@@ -280,24 +269,18 @@ def _plain_product(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     transpose: bool = False,
-    index: Tensor | None = None,
+    row_index: Tensor | None = None,
     inverse: Tensor | None = None,
     epilogue: Epilogue | None = None,
 ) -> list[Tensor]:
     """Multiply plain rows by plain or quantized weights."""
+    options: dict[str, Any] = {"bias": bias, "transpose_b": transpose, "out_dtype": out_dtype}
+    b = weight
     if isinstance(weight, GroupedTensor):
-        arguments = w4a16_arguments(x, weight, offs, transpose)
-    else:
-        arguments = {"a": x, "b": weight, "offs": offs, "transpose_b": transpose}
-    return _call_gemm(
-        "m_grouped_gemm",
-        epilogue=epilogue,
-        **arguments,
-        bias=bias,
-        out_dtype=out_dtype,
-        rows=index,
-        inverse=inverse,
-    )
+        b, options["b_scales"], options["b_format"] = w4a16_operand(x, weight, transpose)
+    if row_index is not None:
+        options |= {"rows": row_index, "inverse": inverse}
+    return _call_gemm("m_grouped_gemm", (x, b, offs), options, epilogue)
 
 
 def to_16_bit(x: Tensor) -> Tensor:
@@ -360,21 +343,22 @@ def forward(
         quantized = quantize_weight(join_weights(weights), recipe, need_dx, scaling)
     if probe is not None:
         _observe_weight(probe, weights, quantized, recipe.weight)
-    y, quantized_x = _QuantizedProduct(
+    product = _QuantizedProduct(
         "input",
         x,
         cast("OperandCopy", quantized.rowwise),
         offs,
         _role_format(recipe, "input"),
         LinearCall.from_operands(x, weight, bias, recipe, probe, scaling),
-        bias=bias,
+        bias,
         columnwise=need_dweight,
         scale=None if scaling is None else scaling.operand_scale("input"),
         epilogue=epilogue,
-    ).run()
-    saved = SavedOperands(
-        x=quantized_x.columnwise, weight=quantized.columnwise if need_dx else None
     )
+    y, quantized_x = product.run()
+    if not need_dx and not need_dweight and scaling is None:
+        return y, NOTHING_SAVED
+    saved = SavedOperands(quantized_x.columnwise, quantized.columnwise if need_dx else None)
     if scaling is not None:
         saved = saved._replace(amax_x=quantized_x.amax, amax_weight=quantized.amax)
     return y, saved
@@ -392,9 +376,9 @@ def _plain_forward(
     epilogue: Epilogue | None,
 ) -> tuple[list[Tensor], SavedOperands]:
     """``forward`` of recipes that quantize nothing; the weight may be quantized already."""
-    index = inverse = None
+    row_index = inverse = None
     if isinstance(x, LazyRows) and x.activation is None and probe is None and not need_dweight:
-        x, index, inverse = x.x, x.row_index, x.inverse
+        x, row_index, inverse = x.x, x.row_index, x.inverse
     x = materialize(x)
     low_x = to_16_bit(x)
     low_weight = _multiplied_weight(weights, low_x.dtype)
@@ -404,7 +388,7 @@ def _plain_forward(
         offs,
         out_dtype=x.dtype,
         bias=bias,
-        index=index,
+        row_index=row_index,
         inverse=inverse,
         epilogue=epilogue,
     )
@@ -413,14 +397,14 @@ def _plain_forward(
         _observe_weight(probe, weights, QuantizedOperand(OperandCopy(low_weight)), None)
     del low_weight
     if not need_dx:
-        return y, SavedOperands(x=OperandCopy(low_x) if need_dweight else None)
+        return y, SavedOperands(OperandCopy(low_x)) if need_dweight else NOTHING_SAVED
     # dgrad casts and joins the parameters again: to save them costs no memory, a copy does.
     parameters = list(weights)
     weight = weights[0]
     if isinstance(weight, GroupedTensor):
         # Autograd then notices a write to a plain tensor of the weight through another wrapper.
         parameters += [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
-    return y, SavedOperands(x=OperandCopy(low_x) if need_dweight else None, parameters=parameters)
+    return y, SavedOperands(OperandCopy(low_x) if need_dweight else None, None, parameters)
 
 
 def _observe_weight(
