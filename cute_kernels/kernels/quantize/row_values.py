@@ -54,7 +54,7 @@ class RowValuesQuantizer(RowsQuantizer):
     ) -> None:
         """Write a lane's blocks as values; eight lanes reorder eight neighbouring blocks.
 
-        All lanes take part, with zeros for blocks past K. The blocks of a piece of ``DECODED_CHUNK_K``
+        All lanes take part, with zeros for blocks past K. The blocks of ``DECODED_CHUNK_K``
         elements are numbered 2 j + p. Lane 2 q + p writes their elements q and q + 4 of both words,
         16 bytes each.
         """
