@@ -1,8 +1,7 @@
 """Grouped low-precision kernels on plain tensors: quantize, dequantize and GEMM of ragged groups.
 
-Importing this package registers the ops ``torch.ops.cute_kernels.*``. It knows nothing of modules,
-parameters or recipes; those are in ``grouped``. Where torch is not installed, only the emulator
-works.
+Importing this package registers the ops ``torch.ops.cute_kernels.*``. Modules, parameters and
+recipes are in ``grouped``. If torch is not installed, only the emulator works.
 """
 
 import importlib.util

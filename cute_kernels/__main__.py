@@ -14,7 +14,7 @@ _PACKAGES = ("torch", "numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi", "filelock
 
 
 def report() -> Iterator[tuple[str, str]]:
-    """What there is, as pairs of a name and a value; imports of what is missing are told, too."""
+    """Yield versions, devices, backends and caches as pairs of a name and a value."""
     yield "grouped-kernels", f"{cute_kernels.__version__} from {next(iter(cute_kernels.__path__))}"
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
     yield from ((package, _version(package)) for package in _PACKAGES)
@@ -28,6 +28,7 @@ def report() -> Iterator[tuple[str, str]]:
 
 
 def _version(package: str) -> str:
+    """Return the installed version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -35,6 +36,7 @@ def _version(package: str) -> str:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
+    """Yield the GPUs, and the backends of CPU and CUDA tensors."""
     import torch
 
     from .runtime.arch import device_architecture

@@ -30,6 +30,7 @@ def deprecated_attributes(module: str, names: Mapping[str, str]) -> Callable[[st
     """
 
     def forward(name: str) -> Any:
+        """Return the replacement of an old name."""
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         target, _, attribute = names[name].partition(":")
@@ -59,6 +60,7 @@ def deprecated_module(old: str, new: str) -> Callable[[str], Any]:
     """Return a ``__getattr__`` for a module that moved as a whole from ``old`` to ``new``."""
 
     def forward(name: str) -> Any:
+        """Return the attribute of the new module."""
         target = importlib.import_module(new)
         if name.startswith("__") or not hasattr(target, name):
             raise AttributeError(f"module {old!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""Records: frozen dataclasses of facts, each of which one text stands for.
+"""Records: frozen dataclasses of facts, each with one text.
 
 A text such as ``"nvfp4:row_scaled"`` is the name of the record and the fields that differ from
-their defaults, in the record's order. It is what crosses the boundary of ops, kernels'
-configurations and caches, so equal records have equal texts, and a text has one spelling.
+their defaults, in the record's order. It crosses the boundary of ops and is part of kernel
+configurations and caches. Equal records have equal texts, and a record has only one text.
 """
 
 import dataclasses
@@ -11,12 +11,12 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
-#: The field that says which record of a class it is; it is the first word of the text.
+#: Name of the field with the name of the record, which is the first word of the text.
 _NAME = "name"
 
 
 class UnsupportedError(NotImplementedError):
-    """A combination of op, format and architecture that this version does not run."""
+    """A combination of op, format and architecture that this version does not support."""
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -25,7 +25,7 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
         raise ValueError(f"{name} must be {' or '.join(map(str, choices))}, got {value!r}")
 
 
-#: What ``check_kind`` takes for a class, and calls it; others are themselves.
+#: Classes that ``check_kind`` accepts, and their description, if they differ from the kind.
 _KINDS = {
     bool: (bool, "a bool"),
     int: (numbers.Integral, "an integer"),
@@ -34,23 +34,21 @@ _KINDS = {
 
 
 def check_kind(kind: type, **values: object) -> None:
-    """Raise TypeError unless ``values``, by the names of arguments, are of ``kind``; a bool is no
-    number.
-    """
-    cls, what = _KINDS.get(kind, (kind, f"a {kind.__name__.lower()}"))
+    """Raise TypeError unless all ``values``, by name, are of ``kind``; a bool is not a number."""
+    cls, description = _KINDS.get(kind, (kind, f"a {kind.__name__.lower()}"))
     for name, value in values.items():
         if not isinstance(value, cls) or (isinstance(value, bool) and kind is not bool):
-            raise TypeError(f"{name} must be {what}, got {reprlib.repr(value)}")
+            raise TypeError(f"{name} must be {description}, got {reprlib.repr(value)}")
 
 
 class Record:
-    """Base of records, which are frozen dataclasses with a name; it makes their text.
+    """Base class of records, which are frozen dataclasses with a name; it computes their text.
 
-    The name is an attribute of the class, or a field where one class has several names.
+    The name is an attribute of the class, or a field if one class has several names.
 
     Attributes:
-        words: values by the words that stand for them in texts, for types that have no text.
-        text: the one text of this record; ``read`` reads it.
+        words: Values by the words that stand for them in texts, for types that have no text.
+        text: Text of this record, which ``read`` parses.
     """
 
     name: ClassVar[str]
@@ -58,77 +56,78 @@ class Record:
     text: str
 
     def __str__(self) -> str:
-        # Messages show it.
+        # Messages show the text.
         return getattr(self, "text", None) or repr(self)
 
     @property
     def resolved(self) -> dict[str, object]:
-        """What fields whose default is None stand for in this record, by name."""
+        """Values of the fields whose default is None, by name."""
         return {}
 
     def __post_init__(self) -> None:
         for name, value in self.resolved.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        # Made once: a compiler that traces the use of a record would trace how it is made.
+        # Computed once: a compiler that traces the use of a record would trace the computation.
         defaults = _defaults(self) | self.resolved
         values = {name: getattr(self, name) for name in defaults}
         changed = [name for name, default in defaults.items() if values[name] != default]
-        facts = ",".join(_field_text(name, values[name], self.words) for name in changed)
-        object.__setattr__(self, "text", f"{self.name}:{facts}" if facts else self.name)
+        fields = ",".join(_field_text(name, values[name], self.words) for name in changed)
+        object.__setattr__(self, "text", f"{self.name}:{fields}" if fields else self.name)
 
 
 R = TypeVar("R", bound=Record)
 
 
-def read(what: str, records: Mapping[str, type[R]], text: str) -> R:
-    """The record that a text stands for.
+def read(kind: str, records: Mapping[str, type[R]], text: str) -> R:
+    """Return the record with a text.
 
     Args:
-        what: what the records are, for messages.
-        records: their classes by name.
-        text: the text.
+        kind: Kind of the records, for messages.
+        records: Classes of the records by name.
+        text: Text of a record.
 
     Raises:
-        ValueError: there is no such name, field or value, or the record has another text:
-            fields at their defaults are left out, the others in the record's order.
+        ValueError: There is no such name, field or value; or the record has another text, which
+            leaves out fields at their defaults and has the others in the record's order.
     """
-    check_kind(str, **{what: text})
-    name, _, facts = text.partition(":")
+    check_kind(str, **{kind: text})
+    name, _, fields = text.partition(":")
     if name not in records:
-        raise ValueError(f"{what} must be one of {', '.join(records)}, got {text!r}")
+        raise ValueError(f"{kind} must be one of {', '.join(records)}, got {text!r}")
     cls = records[name]
     defaults = _defaults(cls)
     values: dict[str, Any] = {}
     if any(f.name == _NAME for f in dataclasses.fields(cls)):  # type: ignore[arg-type]
         values[_NAME] = name
-    for fact in facts.split(",") if facts else ():
-        field, is_given, value = fact.partition("=")
+    for item in fields.split(",") if fields else ():
+        field, is_given, value = item.partition("=")
         if field not in defaults:
             raise ValueError(
-                f"{what} {name} has the fields {', '.join(defaults)}, got {field!r} in {text!r}"
+                f"{kind} {name} has the fields {', '.join(defaults)}, got {field!r} in {text!r}"
             )
         try:
             values[field] = _field_value(defaults[field], value if is_given else "true", cls.words)
         except ValueError as error:
-            raise ValueError(f"{what} {text!r}: {field} {error}") from None
+            raise ValueError(f"{kind} {text!r}: {field} {error}") from None
     try:
-        made = cls(**values)
+        record = cls(**values)
     except ValueError as error:
-        raise ValueError(f"{what} {text!r}: {error}") from None
-    if made.text != text:
-        raise ValueError(f"{what} {text!r} must be written {made.text!r}")
-    return made
+        raise ValueError(f"{kind} {text!r}: {error}") from None
+    if record.text != text:
+        raise ValueError(f"{kind} {text!r} must be written {record.text!r}")
+    return record
 
 
 def _defaults(record: Record | type[Record]) -> dict[str, Any]:
-    """The defaults of the fields that a text says, by name."""
-    # Of a record, not of its class, where there is one: Dynamo traces only that.
+    """Return the defaults of the fields that a text may contain, by name."""
+    # Dynamo can trace this for a record, but not for its class.
     fields = dataclasses.fields(record)  # type: ignore[arg-type]
     return {f.name: f.default for f in fields if f.name != _NAME}
 
 
 def _field_text(name: str, value: object, words: Mapping[str, Any]) -> str:
+    """Return the text of a field."""
     if value is True:
         return name
     if value is False:
@@ -136,12 +135,12 @@ def _field_text(name: str, value: object, words: Mapping[str, Any]) -> str:
     elif isinstance(value, tuple):
         value = "x".join(map(str, value))
     else:
-        value = next((word for word, meant in words.items() if meant == value), value)
+        value = next((word for word, stored in words.items() if stored == value), value)
     return f"{name}={value}"
 
 
 def _field_value(default: Any, text: str, words: Mapping[str, Any]) -> Any:
-    """The value that ``text`` stands for; ValueError that says what it must be."""
+    """Return the value of a field's text; raise ValueError if it has none."""
     choices: Mapping[str, Any] = {}
     if isinstance(default, bool):
         choices = {"true": True, "false": False}
@@ -152,7 +151,7 @@ def _field_value(default: Any, text: str, words: Mapping[str, Any]) -> Any:
             raise ValueError(f"must be {' or '.join(choices)}, got {text!r}")
         return choices[text]
     if default is None:
-        # What depends on other fields is a number.
+        # A field whose default depends on others is a number.
         default = 0
     try:
         return (

@@ -302,7 +302,7 @@ class _Plan:
                 retire([old], "prepare()")
                 setattr(module, weight.name, parameter)
                 if isinstance(module, GroupedLinear):
-                    module._kept = None
+                    module._cached_weight = None
             parameter.requires_grad_(self._trainable)
             reorder(weight)
         for weight, _ in weights:

@@ -10,8 +10,9 @@ def _plain(op: Opcode, operands: list[str]) -> None:
     op.emit(op.name.upper(), operands)
 
 
-#: Mask of the bits 4 to 56, which hold a tensor map's global address. If a kernel makes the map (the
-#: DSL's ``make_tiled_tma_atom`` in device code), ordinary instructions encode it and apply this mask.
+#: Mask of the bits 4 to 56, which hold a tensor map's global address. If a kernel makes the map
+#: (the DSL's ``make_tiled_tma_atom`` in device code), ordinary instructions encode it and apply
+#: this mask.
 _TENSOR_MAP_ADDRESS_BITS = (1 << 57) - 16
 
 

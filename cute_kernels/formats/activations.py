@@ -1,7 +1,7 @@
-"""Activations that a tensor goes through on its way to codes: one record each, no arithmetic.
+"""Activations that ops apply before quantization: one record each, without arithmetic.
 
-``cute_kernels.reference.activations`` states them to the bit. Sources: GELU arXiv 1606.08415 (its
-tanh form), SiLU arXiv 1702.03118, gated units arXiv 2002.05202, squared ReLU arXiv 2109.08668.
+``cute_kernels.reference.activations`` states their bits. Sources: GELU arXiv 1606.08415 (its tanh
+form), SiLU arXiv 1702.03118, gated units arXiv 2002.05202, squared ReLU arXiv 2109.08668.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ _hex = float.fromhex
 
 
 class Numbers:
-    """The fp32 numbers of the formulas that ``cute_kernels.reference.activations`` states."""
+    """Fp32 numbers of the formulas in ``cute_kernels.reference.activations``."""
 
-    #: The largest of fp32.
+    #: Largest fp32 number.
     FMAX = _hex("0x1.fffffep+127")
-    #: Beyond it, derivatives are at their limits, and its cube is finite.
+    #: Derivatives of larger arguments are at their limits; its cube is finite.
     FAR = 2.0**32
-    #: Added, it rounds to integers, which are then the low bits.
+    #: Adding it rounds to an integer, which is then in the low bits.
     MAGIC = 1.5 * 2.0**23
     LOG2E = _hex("0x1.715476p+0")
     LN2 = _hex("0x1.62e4p-1"), _hex("0x1.7f7d1cp-20")
@@ -40,12 +40,11 @@ class Curve(NamedTuple):
     """A function of one variable, as the reference and the kernels compute it.
 
     Attributes:
-        family: ``"rectified"`` is max(x, 0); ``"tanh"`` is GELU's; ``"sigmoid"`` is x times the
+        family: ``"rectified"`` is max(x, 0). ``"tanh"`` is GELU. ``"sigmoid"`` is x times the
             sigmoid of ``alpha`` x.
-        alpha: The factor of the sigmoid's argument; None where the activation has it as a
-            parameter.
-        is_squared: The result is squared.
-        is_clamped: The argument is clamped at the activation's ``limit``.
+        alpha: Factor of the sigmoid's argument; None if it is a parameter of the activation.
+        is_squared: True if the result is squared.
+        is_clamped: True if the argument is clamped at the activation's ``limit``.
     """
 
     family: Literal["rectified", "tanh", "sigmoid"]
@@ -54,7 +53,7 @@ class Curve(NamedTuple):
     is_clamped: bool = False
 
 
-#: The curves by name; nothing computes one that is not here.
+#: Curves by name; nothing computes other curves.
 CURVES: dict[str, Curve] = {
     "gelu": Curve("tanh"),
     "silu": Curve("sigmoid"),
@@ -63,7 +62,7 @@ CURVES: dict[str, Curve] = {
     "relu": Curve("rectified"),
     "srelu": Curve("rectified", is_squared=True),
 }
-#: The curve of each activation, and whether a second half of its input multiplies it.
+#: Curve of each activation, and True if a second half of its input multiplies it.
 _FACTS: dict[str, tuple[str, bool]] = {
     "gelu": ("gelu", False),
     "silu": ("silu", False),
@@ -79,25 +78,26 @@ _FACTS: dict[str, tuple[str, bool]] = {
 }
 #: The names of all activations.
 ACTIVATIONS = tuple(_FACTS)
-#: Parameters beyond this, or below its inverse, leave the range in which fp32 carries formulas.
+#: Bound of parameters and of their inverses, in which fp32 can represent the formulas.
 _LARGEST = 2.0**64
 
 
 @dataclasses.dataclass(frozen=True)
 class Activation(Record):
-    """What is done to a plain tensor before it is quantized.
+    """An activation of a plain tensor.
 
-    Without a gate it is ``act(x)``. A gated one takes ``x = [A | B]``, halves of equal width along
-    the last dimension, and gives ``act(A) * B``; a clamped one ``act(A) * (clamp(B) + 1)``.
+    Without a gate it computes ``act(x)``. A gated activation takes ``x = [A | B]``, halves of equal
+    width along the last dimension, and computes ``act(A) * B``; a clamped one ``act(A) * (clamp(B)
+    + 1)``.
 
     Args:
         name: One of ``ACTIVATIONS``.
-        alpha: What ``clamped_swiglu`` multiplies the argument of its sigmoid by.
-        limit: Where ``clamped_swiglu`` clamps: A from above, B from both sides.
+        alpha: Factor of the sigmoid's argument in ``clamped_swiglu``.
+        limit: Limit of ``clamped_swiglu``, which clamps A from above and B from both sides.
 
     Raises:
-        ValueError: A name that is none, a parameter out of [2^-64, 2^64], or one of an
-            activation that has no parameters.
+        ValueError: ``name`` is unknown; or a parameter is outside [2^-64, 2^64], or given to an
+            activation without parameters.
     """
 
     name: str  # type: ignore[misc]
@@ -118,22 +118,22 @@ class Activation(Record):
 
     @property
     def curve(self) -> str:
-        """The name of the function of one variable, one of ``CURVES``."""
+        """Name of the function of one variable, one of ``CURVES``."""
         return _FACTS[self.name][0]
 
     @property
     def is_gated(self) -> bool:
-        """Whether the input has a second half that multiplies the activated first one."""
+        """True if a second half of the input multiplies the activated first half."""
         return _FACTS[self.name][1]
 
     @property
     def is_clamped(self) -> bool:
-        """Whether it clamps its input at ``limit``."""
+        """True if the input is clamped at ``limit``."""
         curve = CURVES.get(self.curve)
         return curve is not None and curve.is_clamped
 
     def width(self, columns: int) -> int:
-        """Columns of the result for an input of ``columns`` ones."""
+        """Return the number of columns of the result for an input with ``columns`` columns."""
         return columns // 2 if self.is_gated else columns
 
 
@@ -141,21 +141,21 @@ F = TypeVar("F")
 
 
 def curve_of(act: Activation) -> Curve:
-    """The curve of an activation.
+    """Return the curve of an activation.
 
     Raises:
-        UnsupportedError: ``CURVES`` has none of its name.
+        UnsupportedError: ``CURVES`` has no curve of its name.
     """
     if act.curve not in CURVES:
         raise UnsupportedError(
-            f"activation {act.name} has the curve {act.curve!r}, which is none of {', '.join(CURVES)}"
+            f"activation {act.name} has the curve {act.curve!r}, which is none of "
+            f"{', '.join(CURVES)}"
         )
     return CURVES[act.curve]
 
 
 def formula_of(act: Activation, formulas: Mapping[str, F]) -> F:
-    """Return the one of ``formulas``, which are by family, that computes the curve of an
-    activation.
+    """Return the formula of an activation's curve from ``formulas`` by family.
 
     Raises:
         UnsupportedError: There is none.
@@ -169,15 +169,15 @@ def formula_of(act: Activation, formulas: Mapping[str, F]) -> F:
 
 
 def alpha_of(act: Activation) -> float:
-    """The factor of the argument of an activation's sigmoid; 1 without a sigmoid."""
+    """Return the factor of the argument of an activation's sigmoid; 1 without a sigmoid."""
     alpha = curve_of(act).alpha
     return act.alpha if alpha is None else alpha
 
 
 def is_gated(text: str) -> bool:
-    """``Activation.is_gated`` of the record that a text stands for; False if it is no text of one.
+    """Return ``Activation.is_gated`` of the record with a text; False if there is none.
 
-    A compiler traces this where shapes are worked out; ``parse_activation`` is for ops.
+    Compilers trace this function to compute shapes; ``parse_activation`` is for ops.
     """
     name = text.partition(":")[0]
     return name in _FACTS and _FACTS[name][1]
@@ -185,10 +185,10 @@ def is_gated(text: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def parse_activation(text: str) -> Activation:
-    """The record that ``Activation.text`` stands for, such as ``"clamped_swiglu:limit=5.0"``.
+    """Return the record with a text, such as ``"clamped_swiglu:limit=5.0"``.
 
     Raises:
-        ValueError: There is no such activation, it has no such parameter or value, or its
-            record has another text: parameters at their defaults are left out.
+        ValueError: There is no such activation, parameter or value; or the record has another text,
+            which leaves out parameters at their defaults.
     """
     return read("activation", dict.fromkeys(ACTIVATIONS, Activation), text)

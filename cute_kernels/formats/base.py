@@ -1,9 +1,9 @@
 """Base class of the format records, and the text that stands for a record.
 
-A format record states *what* is stored, not *how* it is computed: the element type, the block scale,
-the global scale above the blocks, and the orientation of the columnwise copy. Code that handles
-quantized bytes asks the record for these facts. A format is therefore added by a record and its
-codecs.
+A format record states *what* is stored, not *how* it is computed: the element type, the block
+scale, the global scale above the blocks, and the orientation of the columnwise copy. Code that
+handles quantized bytes asks the record for these facts. A format is therefore added by a record and
+its codecs.
 """
 
 import abc

@@ -114,7 +114,7 @@ class NVFP4(Format):
 
     @property
     def for_decoding(self) -> Format:
-        """See ``Format``. Decoding depends on the bound of the scales, not on how codes are chosen."""
+        """See ``Format``. Decoding depends on the bound of scales, not on the choice of codes."""
         reset = super().for_decoding
         if self.e4m3_max != _E4M3_MAX[False]:
             return reset
@@ -122,7 +122,7 @@ class NVFP4(Format):
         return dataclasses.replace(reset, **fields)  # type: ignore
 
     def for_direction(self, columnwise: bool) -> "NVFP4":
-        """See ``Format``: only rowwise copies are row-scaled, and only columnwise ones transformed."""
+        """See ``Format``: only rows are row-scaled, and only columns are transformed."""
         name = "row_scaled" if columnwise else "hadamard"
         return dataclasses.replace(self, **{name: False}) if getattr(self, name) else self  # type: ignore[arg-type]
 

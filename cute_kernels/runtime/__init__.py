@@ -1,6 +1,7 @@
-"""Compiling and launching kernels: the only part that calls ``cute.compile`` and holds caches.
+"""Compilation and launching of kernels: the only package that calls ``cute.compile`` and has
+caches.
 
-Importing it needs no CuTe DSL; the DSL is imported when the first kernel is compiled or loaded.
+Importing it needs no CuTe DSL. The DSL is imported when the first kernel is compiled or loaded.
 """
 
 from .arch import Architecture, architecture, device_architecture

@@ -1,7 +1,7 @@
-"""Compiling kernels ahead of time, several at once.
+"""Ahead-of-time compilation of kernels, several at once.
 
-For a cache folder that is filled when an image is built, and for programs that want no compilation
-at an odd moment, such as a time-out or a CUDA graph capture.
+It fills a cache folder when an image is built, and serves programs that must not compile at a
+critical moment, such as under a time-out or during a CUDA graph capture.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class PrecompileError(RuntimeError):
 
 
 def declared_specs(arch: Architecture) -> list[KernelSpec]:
-    """The kernel variants that are worth compiling ahead of time for an architecture."""
+    """Return the kernel variants to compile ahead of time for an architecture."""
     return [
         spec
         for family in FAMILIES
@@ -110,6 +110,7 @@ def precompile(
 
 
 def _target(arch: str | Architecture | None) -> Architecture:
+    """Return the architecture to compile for."""
     if isinstance(arch, Architecture):
         return arch
     if arch is not None:
@@ -217,7 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 specs, arch=arch, jobs=options.jobs, load=False, progress=not options.quiet
             )
             print(
-                f"{arch}: {result.compiled} compiled, {result.cached} cached, {result.seconds:.1f} s"
+                f"{arch}: {result.compiled} compiled, {result.cached} cached, "
+                f"{result.seconds:.1f} s"
             )
     except (UnsupportedError, PrecompileError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Which kernels run on a device, and what they are compiled for."""
+"""Names of architectures, and the architecture of a device."""
 
 import dataclasses
 import functools
@@ -15,13 +15,14 @@ _EMULATED_PREFIX = "emulated:"
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What a kernel is compiled for.
+    """Target of a compilation.
 
     Attributes:
-        name: which kernels: ``"sm_90a"`` (Hopper) or ``"sm_100a"`` (Blackwell).
-        target: what the compiler is told, one of ``TARGETS``. A B300 is ``"sm_103a"`` and runs
-            the ``"sm_100a"`` kernels, compiled for it.
-        emulated: the kernel runs on ``cute_kernels.emulator``, on host tensors, from its PTX.
+        name: Name of the kernels: ``"sm_90a"`` (Hopper) or ``"sm_100a"`` (Blackwell).
+        target: Compiler target, one of ``TARGETS``. A B300 is ``"sm_103a"`` and runs the
+            ``"sm_100a"`` kernels, compiled for it.
+        emulated: True if the kernel runs on ``cute_kernels.emulator``, on host tensors, from its
+            PTX.
     """
 
     name: str
@@ -33,10 +34,10 @@ class Architecture:
 
 
 def architecture(text: str) -> Architecture:
-    """Make an ``Architecture`` from ``"sm_100a"`` or ``"emulated:sm_100a"``.
+    """Return the ``Architecture`` of ``"sm_100a"`` or ``"emulated:sm_100a"``.
 
     Raises:
-        ValueError: ``text`` names no architecture.
+        ValueError: ``text`` is not the name of an architecture.
     """
     target = text.removeprefix(_EMULATED_PREFIX)
     emulated = text != target
@@ -48,13 +49,13 @@ def architecture(text: str) -> Architecture:
 
 
 def device_architecture(device: torch.device | int) -> Architecture:
-    """The architecture of a CUDA device; one dictionary look-up after the first call.
+    """Return the architecture of a CUDA device; one dictionary look-up after the first call.
 
     Args:
-        device: a CUDA device or its index; without an index, the current device.
+        device: CUDA device or its index; without an index, the current device.
 
     Raises:
-        UnsupportedError: no kernel runs on the device; the message says why.
+        UnsupportedError: No kernel runs on the device; the message says why.
     """
     if isinstance(device, int):
         return _index_architecture(device)
@@ -69,6 +70,7 @@ def device_architecture(device: torch.device | int) -> Architecture:
 
 @functools.cache
 def _index_architecture(index: int) -> Architecture:
+    """Return the architecture of the CUDA device with an index."""
     if torch.version.hip is not None:
         raise UnsupportedError("CuTe DSL kernels run on NVIDIA GPUs, this is a ROCm build of torch")
     major, minor = torch.cuda.get_device_capability(index)
@@ -82,6 +84,7 @@ def _index_architecture(index: int) -> Architecture:
 
 
 def _missing(major: int) -> str:
+    """Return the reason why a compute capability is not supported."""
     if major < 9:
         return "it has no TMA and no warpgroup MMA, which all kernels use"
     if major == 12:

@@ -1,13 +1,15 @@
-"""Which implementation runs an op: chosen by the tensor's device, or by the user.
+"""Backends: implementations of ops, chosen by the tensor's device or by the user.
 
-Backends are ``reference`` (exact PyTorch, any device), ``reference:sm_90a`` / ``reference:sm_100a``
-(the same, but its GEMMs add as that tensor core does, to the bit), ``cuda`` (CuTe DSL kernels for
-the tensor's GPU) and ``emulated:sm_90a`` / ``emulated:sm_100a`` (those kernels, interpreted on the
-CPU).
-CPU tensors default to ``reference`` and CUDA tensors to ``cuda``. ``CUTE_KERNELS_BACKEND`` or
-``with backend(...)`` choose another; the variable takes options as
-``emulated:sm_100a,mode=chaos,seed=3``. There is no silent fallback: what a backend cannot do
-raises ``UnsupportedError`` with the reason.
+- ``reference``: exact PyTorch, on any device; the default for CPU tensors.
+- ``reference:sm_90a``, ``reference:sm_100a``: the reference with the accumulation of that tensor
+core
+  in GEMMs, exact to the bit.
+- ``cuda``: CuTe DSL kernels for the tensor's GPU; the default for CUDA tensors.
+- ``emulated:sm_90a``, ``emulated:sm_100a``: the same kernels, interpreted on the CPU.
+
+``CUTE_KERNELS_BACKEND`` or ``with backend(...)`` choose another backend. The variable takes
+options: ``emulated:sm_100a,mode=chaos,seed=3``. There is no silent fallback: unsupported calls
+raise ``UnsupportedError`` with the reason.
 """
 
 import contextlib
@@ -40,7 +42,7 @@ _environment: Any = getattr(os.environ, "_data", os.environ)
 _KEY: Any = os.environ.encodekey(_ENVIRONMENT) if hasattr(os.environ, "_data") else _ENVIRONMENT
 
 
-#: What ``backend`` passes on to the emulator.
+#: Options that ``backend`` passes to the emulator.
 EMULATOR_OPTIONS = ("mode", "seed", "num_sms", "races")
 
 
@@ -49,11 +51,11 @@ class Backend:
     """A choice of implementation.
 
     Attributes:
-        name: one of ``BACKENDS``.
-        arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
-        tensor_core: the architecture whose tensor core the GEMMs of a reference backend add
-            like; None for the order of ``cute_kernels.reference.gemm``.
-        emulation: options of the emulator, by name.
+        name: One of ``BACKENDS``.
+        arch: Architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
+        tensor_core: Architecture whose accumulation the GEMMs of a reference backend emulate; None
+            for the order of ``cute_kernels.reference.gemm``.
+        emulation: Options of the emulator, by name.
     """
 
     name: str
@@ -63,28 +65,27 @@ class Backend:
 
     @property
     def listed(self) -> str:
-        """The name that ``capability.support`` takes: what adds like a tensor core runs what its
-        kernels do.
-        """
+        """Name for ``capability.support``, which tells reference backends apart by tensor core."""
         return self.arch if self.tensor_core is None else _REFERENCE + self.tensor_core
 
     @property
     def is_emulated(self) -> bool:
+        """True for kernels on the emulator."""
         return self.name.startswith(_EMULATED)
 
 
-#: A backend as it was chosen: its name and options, the text of the environment, or None.
+#: Choice of a backend: its name and options, the text of the environment, or None.
 Choice: TypeAlias = "_Block | str | None"
 
 #: Name and options of a block's backend.
 _Block: TypeAlias = "tuple[str, tuple[tuple[str, Any], ...]]"
-#: Blocks that the main thread is inside of, for threads without a block of their own.
+#: Blocks that the main thread has entered, for threads without a block of their own.
 _main_blocks: list[_Block] = []
-#: Blocks of all threads. While it is 0, nothing else is looked at.
+#: Number of blocks of all threads. If it is 0, the other variables are not read.
 _entered = 0
 _entered_lock = threading.Lock()
-#: Blocks of this thread. A context variable, for PyTorch hands the context of the thread that calls
-#: ``backward()`` to autograd's own threads, which run the backward pass of GPU ops.
+#: Blocks of this thread. This is a context variable, because PyTorch passes the context of the
+#: thread that calls ``backward()`` to autograd's threads, which run the backward pass of GPU ops.
 _blocks: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar(
     "cute_kernels.backend", default=()
 )
@@ -92,18 +93,20 @@ _CALLER = "context"
 
 
 def _check_name(name: str, source: str) -> str:
+    """Return ``name``, or raise ValueError if it is not a backend."""
     if name not in BACKENDS:
         raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {name!r}")
     return name
 
 
 def _caller_blocks() -> tuple[_Block, ...]:
-    """Blocks of the thread whose backward pass this thread runs."""
+    """Return the blocks of the thread whose backward pass this thread runs."""
     context = torch._C._get_obj_in_tls(_CALLER) if torch._C._is_key_in_tls(_CALLER) else None
     return () if context is None else context.get(_blocks, ())
 
 
 def _enter(block: _Block) -> None:
+    """Enter a block in this thread."""
     global _entered
     with _entered_lock:
         _entered += 1
@@ -113,36 +116,38 @@ def _enter(block: _Block) -> None:
 
 
 def _leave(block: _Block) -> None:
+    """Leave a block of this thread."""
     global _entered
-    # Not the last one: generators may leave their blocks in another order.
-    _blocks.set(tuple(other for other in _blocks.get() if other is not block))
+    # Generators may leave their blocks in another order, so this may not be the last block.
+    _blocks.set(tuple(entered for entered in _blocks.get() if entered is not block))
     with _entered_lock:
-        _main_blocks[:] = [other for other in _main_blocks if other is not block]
+        _main_blocks[:] = [entered for entered in _main_blocks if entered is not block]
         _entered -= 1
 
 
 @contextlib.contextmanager
 def backend(name: str, **options: Any) -> Iterator[None]:
-    """Run ops on the backend ``name`` inside a ``with`` block.
+    """Run ops on the backend ``name`` in a ``with`` block.
 
-    The block holds in the thread that enters it, and in the backward passes that this thread runs.
-    A thread without a block of its own uses the block of the main thread, or else the environment's
-    choice. So do GPU backward passes of other threads in PyTorch 2.11, which does not hand the
-    context of a thread to autograd's threads; 2.13 does.
+    The block applies to the thread that enters it, and to the backward passes that this thread
+    runs. A thread without a block of its own uses the block of the main thread, or else the
+    environment's choice. So do GPU backward passes of other threads in PyTorch 2.11, which does not
+    pass the context of a thread to autograd's threads; 2.13 does.
 
-    Ops choose when they run, also inside a compiled function: enter the block around the call of
-    one, whichever backend it was compiled under. A block inside of it is no part of the graph:
-    ``fullgraph=True`` and ``torch.export`` refuse it, without them the function runs eagerly.
+    Ops choose their backend when they run, also in a compiled function: enter the block around the
+    call of the function, whatever backend was active at compilation. A block inside the function is
+    not part of the graph: ``fullgraph=True`` and ``torch.export`` reject it; without them the
+    function runs eagerly.
 
     Args:
-        name: one of ``BACKENDS``. **options: for an emulated backend: ``mode`` ("eager" or
-        "chaos"), ``seed``, ``num_sms`` and
-            ``races``, as ``cute_kernels.emulator.options`` takes them.
+        name: One of ``BACKENDS``.
+        **options: Options of an emulated backend: ``mode`` ("eager" or "chaos"), ``seed``,
+            ``num_sms`` and ``races``, as for ``cute_kernels.emulator.options``.
 
     Raises:
         ValueError: ``name`` is not one of ``BACKENDS``.
-        TypeError: an option that the backend does not take.
-        RuntimeError: entered while a function is traced.
+        TypeError: The backend does not take an option.
+        RuntimeError: The block is entered while a function is traced.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(
@@ -159,15 +164,16 @@ def backend(name: str, **options: Any) -> Iterator[None]:
 
 
 def chosen_backend() -> Choice:
-    """What decides ``active_backend`` beside the device, to key what was worked out for it.
+    """Return the current choice, which with the device determines ``active_backend``.
 
-    The main thread may choose at any time: read it once, and pass it on.
+    It is a key for cached decisions. The main thread may change it at any time: read it once, and
+    pass it on.
     """
     if _entered:
         blocks = _blocks.get() or _caller_blocks() or tuple(_main_blocks)
         if blocks:
             return blocks[-1]
-    # ``os.environ`` encodes and decodes: a microsecond of every call.
+    # ``os.environ`` encodes and decodes, which takes a microsecond per call.
     text = _environment.get(_KEY)
     return text.decode() if isinstance(text, bytes) else text
 
@@ -177,13 +183,13 @@ def active_backend(device: torch.device) -> Backend:
 
     Raises:
         ValueError: ``CUTE_KERNELS_BACKEND`` is not one of ``BACKENDS``.
-        UnsupportedError: no backend serves this device.
+        UnsupportedError: No backend supports this device.
     """
     return resolve_backend(chosen_backend(), device)
 
 
 def resolve_backend(choice: Choice, device: torch.device) -> Backend:
-    """The backend that ``choice``, from ``chosen_backend``, means for tensors on ``device``."""
+    """Return the backend of a ``choice`` of ``chosen_backend`` for tensors on ``device``."""
     if not choice:
         return _resolve("cuda" if device.type == "cuda" else "reference", (), device)
     name, options = _parse(choice) if isinstance(choice, str) else choice
@@ -192,11 +198,11 @@ def resolve_backend(choice: Choice, device: torch.device) -> Backend:
 
 @functools.cache
 def _parse(text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """Name and options of a backend as the environment gives them: ``name,option=value,...``."""
-    name, *given = text.split(",")
+    """Parse the environment's choice: ``name,option=value,...``."""
+    name, *items = text.split(",")
     _check_name(name, _ENVIRONMENT)
     options: dict[str, Any] = {}
-    for item in given:
+    for item in items:
         option, separator, value = item.partition("=")
         if not separator:
             raise ValueError(f"{_ENVIRONMENT}: options are written option=value, got {item!r}")
@@ -212,6 +218,7 @@ def _parse(text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
 
 
 def _check_options(name: str, options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Check the options of a backend, and return them sorted by name."""
     known = EMULATOR_OPTIONS if name.startswith(_EMULATED) else ()
     for option in options:
         if option not in known:
@@ -219,17 +226,18 @@ def _check_options(name: str, options: dict[str, Any]) -> tuple[tuple[str, Any],
                 f"backend {name} takes {', '.join(known) or 'no options'}; got {option}"
             )
     if "seed" in options and options.get("mode") != "chaos":
-        raise ValueError(f"seed is of mode='chaos', got {options}")
+        raise ValueError(f"seed needs mode='chaos', got {options}")
     return tuple(sorted(options.items()))
 
 
 @functools.lru_cache(maxsize=256)
 def _resolve(name: str, options: tuple[tuple[str, Any], ...], device: torch.device) -> Backend:
+    """Return the backend with this name and options."""
     if name == "cuda":
         return Backend(name, device_architecture(device).name)
     if name.startswith(_EMULATED):
         if device.type != "cpu":
             raise UnsupportedError(f"backend {name} runs CPU tensors, got a tensor on {device}")
         return Backend(name, name.removeprefix(_EMULATED), emulation=options)
-    core = name.removeprefix(_REFERENCE) if name.startswith(_REFERENCE) else None
-    return Backend(name, "reference", core)
+    tensor_core = name.removeprefix(_REFERENCE) if name.startswith(_REFERENCE) else None
+    return Backend(name, "reference", tensor_core)

@@ -1,15 +1,16 @@
-"""The on-disk cache of compiled kernels.
+"""On-disk cache of compiled kernels.
 
-An entry is a few files beside each other, ``<name>.o`` and for emulated architectures
-``<name>.ptx``, and last ``<name>.json``, which holds the whole key and a SHA-256 of each file.
-Without a readable JSON file whose key is the one asked for and whose hashes fit, there is no entry:
-files that are missing, truncated, altered, or left by a writer that died are a miss, never an
-error. Files appear by atomic replacement. Readers take no lock; whoever compiles holds a file lock
-for the entry, so that several processes that want the same kernel compile it once.
+An entry is a few files next to each other: ``<name>.o``, for emulated architectures ``<name>.ptx``,
+and last ``<name>.json``, which holds the whole key and a SHA-256 of each file. There is no entry
+without a readable JSON file with the requested key and matching hashes. Files that are missing,
+truncated, altered, or left by a writer that died are a miss, never an error. Files appear by atomic
+replacement. Readers take no lock. A process that compiles holds a file lock for the entry, so that
+several processes that need the same kernel compile it once.
 
-An entry is code. It is taken only from a folder and from files that belong to this user or to root
-and that nobody else may write (``host.trust``), and what was hashed is what is loaded: a file is
-read once. A folder that others own or may write is worth one warning, and neither read nor written.
+An entry is code. It is loaded only from a folder and from files that belong to this user or to root
+and that no other user may write (``host.trust``). A file is read once, so the hashed bytes are the
+loaded bytes. A folder that other users own or may write gives one warning, and is neither read nor
+written.
 
 Everything in the folder may be deleted at any time.
 """
@@ -38,16 +39,16 @@ _LAYOUT = 1
 #: A compilation takes seconds; a lock held for longer than this belongs to a stuck process.
 _LOCK_TIMEOUT_S = 300.0
 _STARTED = time.time()
-#: Files of this package that compile kernels. What they import in turn does not change the code.
+#: Files of this package that compile kernels. Their own imports do not change the code.
 _COMPILER_SOURCE = tuple(
     Path(__file__).with_name(f"{name}.py") for name in ("arch", "compile", "dsl", "spec")
 )
-#: CUTE_DSL_* variables that do not change the code that is generated. The DSL has more of them in
-#: every version, so what is not named here counts.
+#: CUTE_DSL_* variables that do not change the generated code. Every version of the DSL adds
+#: variables, so all others are part of the key.
 _HARMLESS_DSL_VARIABLES = frozenset(
     f"CUTE_DSL_{name}"
     for name in (
-        "ARCH",  # the target is stated for each compilation
+        "ARCH",  # the target is passed to each compilation
         "CACHE_DIR",
         "DISABLE_FILE_CACHING",
         "DUMP_DIR",
@@ -68,7 +69,12 @@ _HARMLESS_DSL_VARIABLES = frozenset(
 
 
 class CacheKey:
-    """What an entry is called, and every fact that its compiled code depends on."""
+    """Name of an entry, and every fact that its compiled code depends on.
+
+    Args:
+        name: Start of the name.
+        facts: Facts by name.
+    """
 
     def __init__(self, name: str, facts: dict[str, str]) -> None:
         self.facts = facts
@@ -80,14 +86,14 @@ class DiskCache:
     """Entries of compiled code in one folder; see the module's docstring for the format.
 
     Args:
-        root: the folder. Made when the first entry is written; may be read-only or missing.
+        root: Folder. It is created when the first entry is written; it may be read-only or missing.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def load(self, key: CacheKey) -> dict[str, bytes] | None:
-        """The files of an entry by suffix (``"o"``, ``"ptx"``), or None on a miss.
+        """Return the files of an entry by suffix (``"o"``, ``"ptx"``), or None on a miss.
 
         A folder or a file that another user owns or may write is a miss, with a warning.
         """
@@ -103,7 +109,7 @@ class DiskCache:
         except PermissionError as error:
             warn_once(f"a cached kernel in {self.root} is compiled anew: {error}")
             return None
-        # A file of another form ends in any of these; nesting without end is a RecursionError.
+        # A malformed file raises any of these; endless nesting raises a RecursionError.
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
         finally:
@@ -111,6 +117,7 @@ class DiskCache:
 
     @staticmethod
     def _read(folder: int, key: CacheKey) -> dict[str, bytes] | None:
+        """Read and verify the files of an entry; None if there is no valid entry."""
         meta = json.loads(read_file(folder, f"{key.name}.json"))
         if meta["key"] != key.facts:
             return None
@@ -127,8 +134,8 @@ class DiskCache:
         """Write an entry of files by suffix; its JSON file comes last and makes it valid.
 
         Returns:
-            Whether it was written. A folder that cannot be written is worth one warning, not an
-            error: the kernel runs all the same.
+            True if the entry was written. A folder that cannot be written gives one warning, not an
+            error: the kernel still runs.
         """
         hashes = {suffix: hashlib.sha256(data).hexdigest() for suffix, data in files.items()}
         meta = json.dumps({"key": key.facts, "files": hashes}, indent=1, sort_keys=True)
@@ -145,19 +152,19 @@ class DiskCache:
     def lock(self, key: CacheKey) -> Iterator[None]:
         """Hold the entry's lock, so that others wait instead of compiling the same kernel.
 
-        The kernel drops the lock of a process that dies. Where no lock can be had (a read-only
-        folder, a file system without locks, a holder that is stuck), the block runs without one:
-        the worst case is that a kernel is compiled twice.
+        The operating system drops the lock of a process that dies. If no lock is available (a
+        read-only folder, a file system without locks, a stuck holder), the block runs without one.
+        In the worst case a kernel is compiled twice.
         """
         import filelock
 
         path = self.root / f"{key.name}.lock"
         file_lock = filelock.FileLock(path, timeout=_LOCK_TIMEOUT_S)
-        held = False
+        is_locked = False
         try:
             self._make_root()
             file_lock.acquire()
-            held = True
+            is_locked = True
         except filelock.Timeout:
             warn_once(f"{path} was held for {_LOCK_TIMEOUT_S:.0f} s; compiling without it")
         except (OSError, NotImplementedError):
@@ -165,14 +172,14 @@ class DiskCache:
         try:
             yield
         finally:
-            if held:
+            if is_locked:
                 file_lock.release()
 
     def _make_root(self) -> None:
-        """Make the folder, or find that it is one to keep code in.
+        """Create the folder, or check that it may hold code.
 
         Raises:
-            OSError: it cannot be made, or others own or may write it.
+            OSError: It cannot be created, or other users own or may write it.
         """
         make_folder(self.root)
         if reason := distrust(self.root.stat()):
@@ -180,9 +187,9 @@ class DiskCache:
 
 
 def default_cache() -> DiskCache | None:
-    """The cache that the environment asks for, or None if it is off.
+    """Return the cache that the environment asks for, or None if it is off.
 
-    ``CUTE_KERNELS_CACHE=0`` turns it off; ``host.settings.cache_root`` says where it is.
+    ``CUTE_KERNELS_CACHE=0`` turns it off; ``host.settings.cache_root`` is its folder.
 
     Raises:
         ValueError: ``CUTE_KERNELS_CACHE`` is not a boolean.
@@ -192,12 +199,11 @@ def default_cache() -> DiskCache | None:
 
 
 def cache_key(spec: KernelSpec, arch: Architecture) -> CacheKey | None:
-    """The key of a kernel's entry.
+    """Return the key of a kernel's entry.
 
     Returns:
-        The key, or None if the kernel's sources are not known for sure (unreadable, or edited
-        since this process started): then the disk is left alone rather than trusted with a
-        weaker key.
+        The key, or None if the kernel's sources are not certain (unreadable, or edited since this
+        process started). The disk is then not used, rather than used with a weaker key.
     """
     sources = _source_digest(type(spec).__module__, spec.kernel.partition(":")[0])
     if sources is None:
@@ -214,7 +220,7 @@ def cache_key(spec: KernelSpec, arch: Architecture) -> CacheKey | None:
             for name, value in sorted(os.environ.items())
             if name.startswith("CUTE_DSL_") and name not in _HARMLESS_DSL_VARIABLES
         ),
-        # The host half of a kernel is compiled for the very CPU: it has AVX instructions in it.
+        # The host half of a kernel is compiled for this CPU: it may have AVX instructions.
         "host": _host(),
     }
     return CacheKey(short_name(spec), facts)
@@ -222,10 +228,10 @@ def cache_key(spec: KernelSpec, arch: Architecture) -> CacheKey | None:
 
 @functools.cache
 def _source_digest(*modules: str) -> str | None:
-    """Digest of the sources of ``modules``, of all that they import of this package, and of what
-    compiles them.
+    """Return a digest of the sources of ``modules``, their imports, and the compiler's sources.
 
-    If a module is of another package, all sources of that package count.
+    Imports count if they belong to this package. For a module of another package, all sources of
+    that package count.
     """
     digests: list[str | None] = [_compiler_digest()]
     for module in modules:
@@ -249,6 +255,7 @@ def _source_digest(*modules: str) -> str | None:
 
 
 def _compiler_digest() -> str | None:
+    """Return a digest of the sources that compile kernels, or None if they changed."""
     try:
         if any(path.stat().st_mtime > _STARTED for path in _COMPILER_SOURCE):
             return None
@@ -261,6 +268,7 @@ def _compiler_digest() -> str | None:
 
 @functools.cache
 def _host() -> str:
+    """Return the operating system, the machine and a digest of the CPU's features."""
     features = ""
     with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
         named = (line for line in lines if line.startswith(("flags", "Features")))

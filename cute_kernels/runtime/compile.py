@@ -1,8 +1,8 @@
-"""Compiling kernels: spec and architecture in, callable out.
+"""Compilation of kernels: from spec and architecture to a callable.
 
-A kernel is looked for in memory, then on disk, then compiled. Whether it was just compiled or came
-from the disk, what runs is the exported object, loaded back, so both run the same code and a call
-goes straight into it, without the DSL's Python wrapper.
+A kernel is looked up in memory, then on disk, then compiled. In both of the last cases the exported
+object is loaded and runs. So both run the same code, and a call enters it directly, without the
+DSL's Python wrapper.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ _compile_lock = ForkSafeLock()
 
 
 def compile_kernel(spec: KernelSpec, arch: Architecture) -> Callable[..., object]:
-    """The compiled kernel of a spec; compiled at most once a process, and once a cache folder.
+    """Return the compiled kernel of a spec, compiled at most once per process and per cache folder.
 
     Returns:
-        A function that takes torch tensors and Python numbers by position, checks them against
+        A function that takes torch tensors and Python numbers by position. It checks them against
         the extents, strides, dtypes and alignments that the spec declares (ValueError or
         TypeError), and launches on the current stream of the tensors' device. For an emulated
-        architecture it takes CPU tensors, has run when it returns, and raises the emulator's
-        errors.
+        architecture it takes CPU tensors, has finished when it returns, and raises the
+        emulator's errors.
 
     Raises:
-        UnsupportedError: the CuTe DSL is missing or has an unsupported version.
+        UnsupportedError: The CuTe DSL is missing or has an unsupported version.
     """
     kernel = _kernels.get((spec, arch))
     if kernel is None:
@@ -50,16 +50,16 @@ def compile_kernel(spec: KernelSpec, arch: Architecture) -> Callable[..., object
 
 
 def is_on_disk(spec: KernelSpec, arch: Architecture) -> bool:
-    """Whether the disk cache has the kernel, complete and up to date."""
+    """Return True if the disk cache has the kernel, complete and up to date."""
     cache, key = default_cache(), cache_key(spec, arch)
     return cache is not None and key is not None and cache.load(key) is not None
 
 
 def compile_to_disk(spec: KernelSpec, arch: Architecture) -> bool | None:
-    """Make sure that the disk cache has a kernel, without loading it into this process.
+    """Ensure that the disk cache has a kernel, without loading it into this process.
 
     Returns:
-        True if it was compiled, False if it was there, None if it cannot be kept on disk.
+        True if it was compiled, False if it was cached, None if it cannot be cached.
     """
     require_dsl()
     cache, key = default_cache(), cache_key(spec, arch)
@@ -75,11 +75,12 @@ def compile_to_disk(spec: KernelSpec, arch: Architecture) -> bool | None:
 
 
 def forget_kernels() -> None:
-    """Drop every compiled kernel from memory; the disk cache stays as it is."""
+    """Drop all compiled kernels from memory; the disk cache does not change."""
     _kernels.clear()
 
 
 def _load_or_compile(spec: KernelSpec, arch: Architecture) -> Callable[..., object]:
+    """Load a kernel from the disk cache, or compile it."""
     cache, key = default_cache(), cache_key(spec, arch)
     if cache is None or key is None:
         return _compile_and_load(spec, arch, lambda files: None)
@@ -93,7 +94,7 @@ def _load_or_compile(spec: KernelSpec, arch: Architecture) -> Callable[..., obje
 
 
 def _recompile(cache: DiskCache, key: CacheKey, spec: KernelSpec, arch: Architecture) -> Any:
-    """Replace an entry that was found to be none only after its kernel had been handed out."""
+    """Replace an entry that turned out to be damaged after its kernel was returned."""
     with _compile_lock, cache.lock(key), real_device():
         return _compile_and_load(spec, arch, lambda files: cache.store(key, files))
 
@@ -101,6 +102,7 @@ def _recompile(cache: DiskCache, key: CacheKey, spec: KernelSpec, arch: Architec
 def _compile_and_load(
     spec: KernelSpec, arch: Architecture, keep: Callable[[dict[str, bytes]], object]
 ) -> Callable[..., object]:
+    """Compile a kernel, pass its files to ``keep``, and load them."""
     compiled = _compile(spec, arch)
     files = _export(compiled, spec, arch)
     if files is None:
@@ -110,6 +112,7 @@ def _compile_and_load(
 
 
 def _compile(spec: KernelSpec, arch: Architecture) -> Any:
+    """Compile a kernel with the DSL."""
     from cutlass import cute
 
     kernel = resolve(spec.kernel)
@@ -119,7 +122,7 @@ def _compile(spec: KernelSpec, arch: Architecture) -> Any:
         if arch.emulated:
             from cutlass.base_dsl.compiler import DumpDir
 
-            # The DSL hands code over by way of files, which two processes must not share.
+            # The DSL passes code through files, which two processes must not share.
             options = (*options, cute.KeepPTX(True), cute.KeepCUBIN(True), DumpDir(folder))
         with _kernels_named(f"{short_name(spec)}_{arch.target}", kernel):
             return cute.compile[options](kernel(spec), *arguments)
@@ -127,10 +130,10 @@ def _compile(spec: KernelSpec, arch: Architecture) -> Any:
 
 @contextlib.contextmanager
 def _kernels_named(prefix: str, owner: type) -> Iterator[None]:
-    """Give the kernels among the methods of ``owner`` names that say which variant they are.
+    """Give the kernels among the methods of ``owner`` names that identify the variant.
 
-    The DSL names a kernel after its function and arguments, so all variants of a class share one
-    name, and neither a profile nor an error message tells them apart.
+    The DSL names a kernel after its function and arguments. All variants of a class would share one
+    name, and profiles and error messages could not tell them apart.
     """
     candidates = [value for cls in owner.__mro__ for value in vars(cls).values()]
     setters = [c.set_name_prefix for c in candidates if hasattr(c, "set_name_prefix")]
@@ -144,7 +147,7 @@ def _kernels_named(prefix: str, owner: type) -> Iterator[None]:
 
 
 def _export(compiled: Any, spec: KernelSpec, arch: Architecture) -> dict[str, bytes] | None:
-    """The files of a cache entry, or None, with a warning, if the DSL cannot export the kernel."""
+    """Return the files of a cache entry, or None with a warning if the DSL cannot export."""
     with tempfile.TemporaryDirectory(prefix="cute_kernels-") as folder:
         path = Path(folder) / "kernel.o"
         try:
@@ -163,7 +166,7 @@ def _export(compiled: Any, spec: KernelSpec, arch: Architecture) -> dict[str, by
 def _load_entry(
     cache: DiskCache, key: CacheKey, spec: KernelSpec, arch: Architecture
 ) -> Callable[..., object] | None:
-    """Load an entry of the disk cache; one that does not load is a miss, and is replaced."""
+    """Load an entry of the disk cache; an entry that does not load is a miss, and is replaced."""
     files = cache.load(key)
     if files is None:
         return None
@@ -182,14 +185,14 @@ def _load(
 ) -> Callable[..., object]:
     """Link the object file of a cache entry into this process.
 
-    ``renew`` compiles the kernel anew, for when a part of the files that is looked at only later
-    turns out to be damaged; None for files that were just compiled.
+    ``renew`` compiles the kernel again if a file that is read later turns out to be damaged; None
+    for files that were just compiled.
     """
     if arch.emulated:
         return load_emulated(files, _symbol(spec), renew)
     from cutlass import cute
 
-    # The loader takes a path. Only this process can have changed what lies there.
+    # The loader takes a path. Only this process can write there.
     with tempfile.TemporaryDirectory(prefix="cute_kernels-") as folder:
         path = Path(folder) / "kernel.o"
         path.write_bytes(files["o"])
@@ -198,4 +201,5 @@ def _load(
 
 
 def _symbol(spec: KernelSpec) -> str:
+    """Return the name of the exported function."""
     return f"cute_kernels_{short_name(spec)}"

@@ -1,6 +1,6 @@
-"""Whether the CuTe DSL is installed, in a version that the kernels are written for.
+"""Availability of the CuTe DSL, in a version that the kernels are written for.
 
-``import cute_kernels`` and the reference backend never need the DSL. Everything that does calls
+``import cute_kernels`` and the reference backend never need the DSL. All code that does calls
 ``require_dsl`` first, so a missing or wrong package is reported by its pip name.
 """
 
@@ -29,7 +29,7 @@ class Requirement:
         return text if self.below is None else f"{text},<{'.'.join(map(str, self.below))}"
 
     def problem(self) -> str | None:
-        """What is needed and what is there instead, or None if the requirement is met."""
+        """Return the requirement and the installed version, or None if the requirement is met."""
         try:
             version = importlib.metadata.version(self.pip_name)
         except importlib.metadata.PackageNotFoundError:
@@ -42,7 +42,7 @@ class Requirement:
         return None
 
 
-#: What the ``cutedsl`` extra installs; pyproject.toml has the same bounds.
+#: Packages of the ``cutedsl`` extra; pyproject.toml has the same bounds.
 REQUIREMENTS = (
     Requirement("nvidia-cutlass-dsl", (4, 8), (4, 9)),
     Requirement("apache-tvm-ffi", (0, 1, 11), (0, 2)),
@@ -52,11 +52,11 @@ REQUIREMENTS = (
 
 @functools.cache
 def dsl_unavailable() -> str | None:
-    """Say why kernels cannot be compiled or run in this process; imports nothing.
+    """Return why kernels cannot be compiled or run in this process; nothing is imported.
 
     Returns:
-        None if the CuTe DSL and its companions are installed in supported versions, otherwise
-        the reason with the pip command that helps. The answer is kept for the process.
+        None if the CuTe DSL and its companions are installed in supported versions. Otherwise the
+        reason, with a pip command. The answer is cached for the process.
     """
     problems = [problem for req in REQUIREMENTS if (problem := req.problem())]
     if not problems:
@@ -72,11 +72,11 @@ def require_dsl() -> None:
 
 @functools.cache
 def installed_versions() -> tuple[str, ...]:
-    """Names with versions of every installed package whose code ends up in a compiled kernel.
+    """Return names and versions of all installed packages whose code enters compiled kernels.
 
-    The CuTe DSL is split over several distributions (front end, core, one library package per CUDA
-    major version), and any of them can change alone. They are found by their metadata folders, as
-    asking ``importlib.metadata`` for all distributions would parse every package installed.
+    The CuTe DSL consists of several distributions (front end, core, one library package per CUDA
+    major version), and each can change on its own. They are found by their metadata folders:
+    asking ``importlib.metadata`` for all distributions would parse every installed package.
     """
     patterns = ("nvidia_cutlass_dsl*.*-info", "apache_tvm_ffi*.*-info")
     folders = (Path(entry or ".") for entry in sys.path)

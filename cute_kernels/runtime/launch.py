@@ -20,9 +20,9 @@ class Launcher:
     """Launches kernels of one architecture on one device.
 
     Attributes:
-        num_sms: SMs of the device, the size of a persistent grid.
-        bandwidth: peak bytes a second of the device's memory; None of an emulated one.
-        arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
+        num_sms: Number of SMs of the device, the size of a persistent grid.
+        bandwidth: Peak bytes per second of the device's memory; None for an emulated device.
+        arch: Architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Launcher:
         self._emulation = emulation
 
     def kernel(self, spec: KernelSpec) -> Callable[..., object]:
-        """The kernel of ``spec``, compiled if it is new; it launches on the current stream."""
+        """Return the kernel of ``spec``, compiled if needed; it launches on the current stream."""
         kernel = compile_kernel(spec, self._arch)
-        # Then that is its last argument.
+        # A kernel with dynamic scheduling takes a counter as its last argument.
         has_counter = getattr(spec, "uses_dynamic_scheduling", False)
         if not self._arch.emulated:
             if not has_counter or self._counters is None:
                 return kernel
-            # A call that is recorded may be repeated on another stream.
+            # Look the counter up per launch: a replayed call may run on another stream.
             current = self._counters.current
             return lambda *arguments: kernel(*arguments[:-1], current())
         import ptx_emulator as emulator
@@ -64,11 +64,12 @@ class Launcher:
 
 @functools.lru_cache(maxsize=256)
 def launcher(backend: Backend, device: torch.device) -> Launcher:
+    """Return the launcher of a backend on a device."""
     if backend.is_emulated:
         options = {"num_sms": EMULATED_SMS, **dict(backend.emulation)}
         return Launcher(architecture(backend.name), options["num_sms"], options)
     properties = torch.cuda.get_device_properties(device)
-    # Two words a clock of the memory, which is in kHz.
+    # Two transfers per memory clock, which is in kHz.
     bandwidth = 2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8
     return Launcher(
         device_architecture(device), properties.multi_processor_count, {}, device, bandwidth

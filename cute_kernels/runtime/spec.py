@@ -1,4 +1,4 @@
-"""Kernel variants as data, and the text that identifies one in the on-disk cache."""
+"""Kernel variants as data, and the text that identifies a variant in the on-disk cache."""
 
 import dataclasses
 import enum
@@ -11,27 +11,27 @@ from typing import Any, Protocol
 class KernelSpec(Protocol):
     """One kernel variant: a frozen, hashable, picklable dataclass.
 
-    Its fields are the facts that code generation needs (dtype names, flags, tile sizes), never
-    tensors, devices or problem sizes, so that one compiled object serves every shape.
+    Its fields are the facts that code generation needs (dtype names, flags, tile sizes). They are
+    never tensors, devices or problem sizes, so one compiled object serves every shape.
     """
 
     @property
     def kernel(self) -> str:
-        """The class to compile, by name: ``"package.module:Class"``, see ``resolve``.
+        """Name of the class to compile: ``"package.module:Class"``, see ``resolve``.
 
-        ``Class(spec)`` is what ``cute.compile`` takes, and ``Class.fake_args(spec)`` are the
-        arguments to trace it with: fake tensors whose common extents share a ``cute.sym_int``,
-        plain scalars, and last ``make_fake_stream(use_tvm_ffi_env_stream=True)``. A name rather
-        than an import, because kernels need the CuTe DSL and what the spec says.
+        ``cute.compile`` takes ``Class(spec)``. ``Class.fake_args(spec)`` returns the arguments for
+        tracing: fake tensors whose common extents share a ``cute.sym_int``, plain scalars, and last
+        ``make_fake_stream(use_tvm_ffi_env_stream=True)``. It is a name, not an import, because the
+        class needs the CuTe DSL and imports the spec.
         """
         ...
 
 
 def resolve(name: str) -> Any:
-    """Import what ``"package.module:Name"`` names.
+    """Import the object with the name ``"package.module:Name"``.
 
     Raises:
-        ImportError: there is no such module, or it has no such name.
+        ImportError: There is no such module, or it has no such name.
         ValueError: ``name`` has another form.
     """
     module, colon, attribute = name.partition(":")
@@ -44,12 +44,12 @@ def resolve(name: str) -> Any:
 
 
 def canonical_text(value: object) -> str:
-    """A text that is equal for equal values, in any process and Python version.
+    """Return a text that is equal for equal values, in any process and Python version.
 
-    ``repr`` will not do: a field may be left out of it, and an object may show its address.
+    ``repr`` does not suffice: it may omit a field, and an object may show its address.
 
     Raises:
-        TypeError: ``value`` holds something other than dataclasses, enums, classes, tuples,
+        TypeError: ``value`` contains anything other than dataclasses, enums, classes, tuples,
             frozensets, strings, numbers, booleans and None.
     """
     if (
@@ -76,10 +76,11 @@ def canonical_text(value: object) -> str:
 
 
 def short_name(spec: object) -> str:
-    """A name for files and generated kernels: the spec's class and a digest of its fields."""
+    """Return a name for files and kernels: the spec's class and a digest of its fields."""
     digest = hashlib.sha256(canonical_text(spec).encode()).hexdigest()[:10]
     return f"{re.sub(r'[^A-Za-z0-9]', '', type(spec).__name__)[:40]}_{digest}"
 
 
 def _type_name(cls: type) -> str:
+    """Return the full name of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"

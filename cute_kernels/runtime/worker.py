@@ -1,11 +1,11 @@
 """Processes that compile kernels into the disk cache.
 
-``cute.compile`` is single-threaded, so kernels are compiled at once by several processes. They are
-started as programs of their own: a forked child of a process that has used CUDA, torch or LLVM
-threads may hang, and ``multiprocessing``'s spawned ones run the caller's main script again.
+``cute.compile`` is single-threaded, so several processes compile kernels in parallel. They are
+separate programs: a forked child of a process that has used CUDA, torch or LLVM threads may hang,
+and spawned children of ``multiprocessing`` run the caller's main script again.
 
 Protocol: the parent writes a pickled ``bytes`` object to standard input, which holds a pickled
-``(spec, arch)``; the worker answers on standard output with a pickled ``Answer``.
+``(spec, arch)``. The worker answers on standard output with a pickled ``Answer``.
 """
 
 import os
@@ -20,15 +20,15 @@ from typing import Union
 from .arch import Architecture
 from .spec import KernelSpec
 
-#: What became of a kernel: what ``compile_to_disk`` returns, or the error as text.
+#: Result of a kernel: the result of ``compile_to_disk``, or the error as text.
 Answer = Union[bool, str, None]  # noqa: UP007  (evaluated by Python 3.10 too)
 
 
 class Worker:
     """The parent's side: one compiler process, started when needed, ended with the ``with`` block.
 
-    A process that dies (a crash of the compiler, no memory) costs the kernel it was working on; the
-    next one gets a new process.
+    If a process dies (a compiler crash, no memory), the kernel that it was compiling fails; the
+    next kernel gets a new process.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,8 @@ class Worker:
 
 
 def main() -> None:
-    # Whatever the compiler prints must not end up among the answers.
+    """Compile kernels for the parent until standard input ends."""
+    # Output of the compiler must not mix with the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     from .compile import compile_to_disk

@@ -7,6 +7,7 @@ from cute_kernels.runtime.spec import KernelSpec
 
 
 def compile_for_emulator(config: KernelSpec, arch: str = "sm_100a") -> EmulatedKernel:
+    """Compile a kernel for the emulator."""
     kernel = compile_kernel(config, architecture(f"emulated:{arch}"))
     assert isinstance(kernel, EmulatedKernel)
     return kernel

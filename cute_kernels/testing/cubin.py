@@ -1,4 +1,4 @@
-"""What a kernel takes of an SM, read from its cubin: registers, and stack, where spills live."""
+"""Resources of kernels, read from their cubin: registers, and stack bytes, which include spills."""
 
 import dataclasses
 import struct
@@ -11,17 +11,17 @@ _STT_FUNC = 2
 
 @dataclasses.dataclass
 class Resources:
-    """Resources of a thread of one function; one that is called, not launched, has 0 registers."""
+    """Resources per thread of a function; functions that are not kernels have 0 registers."""
 
     registers: int = 0
     stack_bytes: int = 0
 
 
 def read_resources(cubin: bytes) -> dict[str, Resources]:
-    """The resources of every function of a 64-bit cubin, by name.
+    """Return the resources of all functions of a 64-bit cubin, by name.
 
     Raises:
-        ValueError: not an ELF file.
+        ValueError: ``cubin`` is not an ELF file.
     """
     if cubin[:4] != b"\x7fELF":
         raise ValueError("a cubin is an ELF file; this is not one")
@@ -41,7 +41,7 @@ def read_resources(cubin: bytes) -> dict[str, Resources]:
         name, info = struct.unpack_from("<IB", cubin, symbols[4] + i * 24)
         if info & 15 == _STT_FUNC:
             functions[i] = text(symbols[6], name)
-    found = {name: Resources() for name in functions.values()}
+    resources_by_name = {name: Resources() for name in functions.values()}
     position = sections[".nv.info"][4]
     end = position + sections[".nv.info"][5]
     while position < end:
@@ -51,10 +51,10 @@ def read_resources(cubin: bytes) -> dict[str, Resources]:
             continue
         if attribute in (_REGISTERS, _FRAME_SIZE):
             symbol, value = struct.unpack_from("<II", cubin, position)
-            resources = found[functions[symbol]]
+            resources = resources_by_name[functions[symbol]]
             if attribute == _REGISTERS:
                 resources.registers = value
             else:
                 resources.stack_bytes = value
         position += length
-    return found
+    return resources_by_name

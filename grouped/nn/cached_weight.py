@@ -1,4 +1,4 @@
-"""A quantized weight that outlives a call, with what it was made from."""
+"""A quantized weight that is cached between calls, until its sources change."""
 
 import functools
 import warnings
@@ -20,16 +20,16 @@ from ..tensor.dtensor_parts import local_part
 from ..tensor.grouped_tensor import GroupedTensor
 
 _PLAIN = (Tensor, nn.Parameter)
-#: Attribute of a tensor of which a quantized copy was kept: a dict without items, which any file
-#: may hold.
+#: Attribute of a tensor whose quantized copy is cached. Its value is an empty dict, which every
+#: file format can store.
 _MARK = "_kept_mark"
 
 
-def can_keep(sources: Sequence[Tensor]) -> bool:
-    """Whether a change of these weights would be seen, and a copy of them outlive this call.
+def can_cache(sources: Sequence[Tensor]) -> bool:
+    """Return True if a copy of these weights can be cached and changes can be detected.
 
-    Not so while something traces or transforms the call, and not for weights made under
-    ``inference_mode``, which count no versions.
+    A copy cannot outlive a traced or transformed call. Weights created under ``inference_mode``
+    count no versions.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
         return False
@@ -40,12 +40,13 @@ def can_keep(sources: Sequence[Tensor]) -> bool:
 
 
 def is_static(sources: Sequence[Tensor]) -> bool:
-    """Whether calls may read a copy of these weights though nobody said so.
+    """Return True if calls may cache these weights without being told.
 
-    They are parameters, and the call is not captured or traced to be replayed after they change.
+    They must be parameters. The call must not be captured or traced, since a replay would not see
+    changes.
     """
     for t in sources:
-        # Asking for the class first is five times as fast.
+        # Comparing the class first is five times as fast.
         if type(t) is not nn.Parameter and not isinstance(t, nn.Parameter):
             return False
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
@@ -54,14 +55,12 @@ def is_static(sources: Sequence[Tensor]) -> bool:
 
 
 def is_captured(weight: Tensor) -> bool:
-    """Tell whether the call is being captured into a CUDA graph."""
+    """Return True if the call is being captured into a CUDA graph."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def warn_if_captured(weight: Tensor, recipe: Recipe) -> None:
-    """Warn, once for each recipe, if a CUDA graph is being captured that would quantize ``weight``
-    at each replay.
-    """
+    """Warn once per recipe if a captured CUDA graph would quantize ``weight`` at each replay."""
     if (
         not torch.compiler.is_compiling()
         and is_captured(weight)
@@ -73,41 +72,48 @@ def warn_if_captured(weight: Tensor, recipe: Recipe) -> None:
 @functools.cache
 def _warn_of_captured_quantization(recipe: Recipe) -> None:
     warnings.warn(
-        f"a CUDA graph that is being captured quantizes weights for {recipe}, and each replay will do so again. Call "
-        "grouped.prepare(model) before the capture: it quantizes them once, in place",
+        f"a CUDA graph that is being captured quantizes weights for {recipe}, and each replay will "
+        "do so again. Call grouped.prepare(model) before the capture: it quantizes them once, in "
+        "place",
         stacklevel=3,
     )
 
 
 def local(t: Any, group: str | None = None) -> Tensor:
-    """This rank's part of a DTensor, differentiable; else the tensor.
+    """Return this rank's part of a DTensor, differentiable, or a plain tensor unchanged.
 
-    Gradients are summed over ``group``, if given.
+    Args:
+        t: A tensor or a DTensor.
+        group: Name of a process group over which gradients are summed. None sums nothing.
     """
     if type(t) in _PLAIN or not hasattr(t, "_local_tensor"):
         return t
-    part: Tensor = t.to_local()
-    return part if group is None or not part.requires_grad else SummedGradient.apply(part, group)
+    shard: Tensor = t.to_local()
+    if group is None or not shard.requires_grad:
+        return shard
+    return SummedGradient.apply(shard, group)
 
 
 def lookup(module: nn.Module, name: str) -> Any:
-    """``getattr``, which finds a parameter half a microsecond later, when it has looked everywhere
-    else.
+    """Return a parameter or attribute of a module.
+
+    For a parameter this saves the half microsecond that ``getattr`` spends on other look-ups.
     """
-    found = module._parameters.get(name)
-    return getattr(module, name) if found is None else found
+    parameter = module._parameters.get(name)
+    return getattr(module, name) if parameter is None else parameter
 
 
-class KeptWeight:
-    """Quantized copies of a weight, of the format of a recipe.
+class CachedQuantizedWeight:
+    """Quantized copies of a weight in the format of a recipe.
 
-    A change of the weight is seen on the host, without reading it: it is another tensor, has
-    another storage (``.data = ...``), or was written in place, which its version counts. Writes
-    through ``.data`` count no version, in all of PyTorch, and are not seen; nor do PyTorch's
-    optimizers with ``fused=True``, after whose steps those of kept weights are counted here.
+    Changes of the weight are detected on the host, without reading values. The weight may be
+    another tensor, have another storage (``.data = ...``), or be written in place, which its
+    version counts. PyTorch counts no version for writes through ``.data``, and these are not
+    detected. PyTorch's optimizers with ``fused=True`` count none either. After their steps this
+    module counts versions of cached weights.
 
-    Its sources are the parameters that it consists of, and those that it was gathered from: FSDP
-    gathers into one tensor again and again without counting a version.
+    The sources are the parameters of the weight, and the shards from which they were gathered: FSDP
+    gathers repeatedly into one tensor without counting a version.
     """
 
     def __init__(
@@ -115,35 +121,35 @@ class KeptWeight:
     ) -> None:
         self.quantized = quantized
         self._recipe = recipe
-        # Weak: a replaced weight is not kept alive. A weakly held storage is no other's address.
-        # The references are to a mark on each tensor, for torch.utils.swap_tensors refuses tensors
-        # that have some themselves, and swaps marks.
+        # Weak references do not keep a replaced weight alive, and the address of a weakly
+        # referenced storage is not reused. They point to a mark on each tensor, because
+        # torch.utils.swap_tensors rejects tensors with weak references, but swaps their marks.
         self._marks = [weakref.ref(t.__dict__.setdefault(_MARK, OrderedDict())) for t in sources]
-        parts = [local_part(t) for t in sources]
-        self._storages = [StorageWeakRef(part.untyped_storage()) for part in parts]
-        self._views = [_view(part) for part in parts]
+        shards = [local_part(t) for t in sources]
+        self._storages = [StorageWeakRef(shard.untyped_storage()) for shard in shards]
+        self._views = [_view(shard) for shard in shards]
         self._versions = [
-            (t._version, part._version) for t, part in zip(sources, parts, strict=True)
+            (t._version, shard._version) for t, shard in zip(sources, shards, strict=True)
         ]
         _alive.add(self)
         _watch_optimizers()
 
     @classmethod
-    def of(
+    def create(
         cls, sources: Sequence[Tensor], recipe: Recipe, quantized: QuantizedOperand
-    ) -> "KeptWeight | None":
-        """The copies, unless they are no tensors with data of their own (fake ones, say)."""
+    ) -> "CachedQuantizedWeight | None":
+        """Return the cached weight, or None if the copies are not plain tensors (fake ones)."""
         if any(type(t) is not Tensor for t in quantized.tensors()):
             return None
         return cls(sources, recipe, quantized)
 
     @property
     def has_columnwise(self) -> bool:
-        """Whether the copy that the gradient of the input reads is kept."""
+        """True if the columnwise copy, for the gradient of the input, is cached."""
         return self.quantized.columnwise is not None
 
     def change(self, sources: Sequence[Tensor], recipe: Recipe) -> str | None:
-        """What differs from the weight that was quantized; None if nothing does."""
+        """Return a description of what changed since the quantization, or None."""
         if recipe is not self._recipe and _weight_options(recipe) != _weight_options(self._recipe):
             return f"the recipe is {recipe}, and was {self._recipe}"
         if len(sources) != len(self._marks):
@@ -152,18 +158,18 @@ class KeptWeight:
             mark = self._marks[i]()
             if mark is None or t.__dict__.get(_MARK) is not mark:
                 return "it is another tensor"
-            part = t if type(t) in _PLAIN else local_part(t)
+            shard = t if type(t) in _PLAIN else local_part(t)
             if (
-                part.untyped_storage()._cdata != self._storages[i].cdata
-                or _view(part) != self._views[i]
+                shard.untyped_storage()._cdata != self._storages[i].cdata
+                or _view(shard) != self._views[i]
             ):
                 return "its data is another tensor (.data = ...)"
-            if (t._version, part._version) != self._versions[i]:
+            if (t._version, shard._version) != self._versions[i]:
                 return "it was written in place"
         return None
 
 
-_alive: weakref.WeakSet[KeptWeight] = weakref.WeakSet()
+_alive: weakref.WeakSet[CachedQuantizedWeight] = weakref.WeakSet()
 
 
 @functools.cache
@@ -172,12 +178,13 @@ def _watch_optimizers() -> None:
 
 
 def _count_fused_step(optimizer: Optimizer, *_: Any) -> None:
+    """Increment the versions of cached weights that a fused optimizer step has written."""
     groups = [group["params"] for group in optimizer.param_groups if group.get("fused")]
     written = [p for params in groups for p in params if p.requires_grad and _MARK in p.__dict__]
-    by_mark = {id(p.__dict__[_MARK]): p for p in written}
-    for kept in _alive if written else ():
+    marked = {id(p.__dict__[_MARK]): p for p in written}
+    for cached in _alive if written else ():
         increment_version(
-            [by_mark[id(mark)] for ref in kept._marks if id(mark := ref()) in by_mark]
+            [marked[id(mark)] for ref in cached._marks if id(mark := ref()) in marked]
         )
 
 

@@ -363,8 +363,8 @@ print(compilation.build())"""
 
 
 def test_a_folder_named_like_the_library_is_replaced(tmp_path):
-    compilations, library = tmp_path / "compilations.so", tmp_path / "library.so"
-    compilations.write_bytes(b"code")
+    built, library = tmp_path / "built.so", tmp_path / "library.so"
+    built.write_bytes(b"code")
     (library / "inside").mkdir(parents=True)
-    compilation._install(compilations, library)
+    compilation._install(built, library)
     assert library.read_bytes() == b"code" and compilation._is_intact(library)

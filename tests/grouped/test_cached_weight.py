@@ -127,11 +127,11 @@ def test_inference_caches_only_the_rowwise_copy():
         for _ in range(3):
             mlp(x, ENDS)
     assert weights_quantized(counter) == 2
-    assert not mlp.down._kept.has_columnwise
-    cached = mlp.down._kept
+    assert not mlp.down._cached_weight.has_columnwise
+    cached = mlp.down._cached_weight
     leaf = x.clone().requires_grad_()
     mlp(leaf, ENDS).sum().backward()  # gradients quantize for themselves
-    assert leaf.grad.any() and mlp.down._kept is cached
+    assert leaf.grad.any() and mlp.down._cached_weight is cached
 
 
 def test_separate_parameters_are_not_stacked_for_a_cached_weight():
@@ -152,7 +152,7 @@ def test_training_caches_nothing_by_itself(mode, grad_mode):
     with grad_mode(), OpCounter() as counter:
         for _ in range(2):
             layer(sample(40, K), torch.tensor(ENDS))
-    assert weights_quantized(counter) == 2 and layer._kept is None
+    assert weights_quantized(counter) == 2 and layer._cached_weight is None
 
 
 def test_a_change_of_mode_drops_a_cached_weight():
@@ -172,7 +172,7 @@ def test_weights_without_versions_are_not_cached(is_first):
         layer, x = make_layer().eval(), sample(40, K)
         before = layer(x, ENDS, is_first_microbatch=is_first)
         layer.weight.mul_(2)
-        assert layer._kept is None and not torch.equal(
+        assert layer._cached_weight is None and not torch.equal(
             before, layer(x, ENDS, is_first_microbatch=is_first)
         )
 
@@ -184,7 +184,7 @@ def test_swapped_weights_are_not_used(is_first):
     with torch.no_grad():
         layers[1].weight.mul_(2)
         wants = [layer(x, ENDS, is_first_microbatch=is_first) for layer in reversed(layers)]
-        assert all(layer._kept is not None for layer in layers)
+        assert all(layer._cached_weight is not None for layer in layers)
         for pair in zip(*(layer.parameters() for layer in layers), strict=True):
             torch.utils.swap_tensors(*pair)
         if is_first:
@@ -201,7 +201,7 @@ def test_copies_of_layers_have_their_own_cache(copied, is_first):
     with torch.no_grad():
         layer(x, ENDS, is_first_microbatch=is_first)
         copy = copied(layer)
-        assert layer._kept is not None and copy._kept is None
+        assert layer._cached_weight is not None and copy._cached_weight is None
         copy.weight = nn.Parameter(copy.weight * 2)
         assert not torch.equal(copy(x, ENDS), layer(x, ENDS))
 
@@ -225,16 +225,16 @@ def test_traces_and_transforms_cache_nothing():
     layer, x, offs = make_layer().eval(), sample(40, K), offs_tensor(*ENDS)
     with torch.no_grad():
         graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: layer(x, offs))(x)
-        assert layer._kept is None
+        assert layer._cached_weight is None
         scale_in_place(layer)
         want = layer(x, offs)
-    layer._kept = None
+    layer._cached_weight = None
     for is_first in (None, True):
         torch.func.grad(lambda x, f=is_first: layer(x, offs, is_first_microbatch=f).sum())(x)
-        assert layer._kept is None
+        assert layer._cached_weight is None
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         layer(x, offs)
-    assert layer._kept is None
+    assert layer._cached_weight is None
     with torch.no_grad():
         assert_same_bytes(graph(x), want)
 
@@ -248,7 +248,7 @@ def test_a_captured_call_that_quantizes_a_weight_warns_once(monkeypatch):
         warnings.simplefilter("always")
         for layer in layers:
             layer(x, ENDS)
-            assert layer._kept is None
+            assert layer._cached_weight is None
         layers[0].weight = nn.Parameter(
             quantize(layers[0].weight.detach(), NVFP4()), requires_grad=False
         )

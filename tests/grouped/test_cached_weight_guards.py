@@ -59,7 +59,7 @@ def test_a_cached_copy_holds_no_weight_and_dies_with_its_layer():
     gc.collect()
     assert old() is None
     with_cached_weight(layer)
-    cached = weakref.ref(layer._kept)
+    cached = weakref.ref(layer._cached_weight)
     del layer
     gc.collect()
     assert cached() is None

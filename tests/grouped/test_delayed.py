@@ -241,12 +241,12 @@ def test_weights_cached_in_eval_follow_their_scale():
     layer.eval()
     with torch.no_grad():
         y = layer(x, OFFS)
-        cached = layer._kept
+        cached = layer._cached_weight
         layer(x, OFFS)
-        assert layer._kept is cached
+        assert layer._cached_weight is cached
         layer.scaling.weight_scale.mul_(0.3)
         rescaled = layer(x, OFFS)
-        assert layer._kept is not cached
+        assert layer._cached_weight is not cached
         assert_same_bytes(copy.deepcopy(layer)(x, OFFS), rescaled)
     assert not torch.equal(y, rescaled)
 
@@ -660,7 +660,7 @@ def test_two_forwards_before_a_backward_keep_their_scales(name):
 def test_a_later_microbatch_needs_the_copy_of_the_first():
     layer, x, dy = with_data()
     leaf = x.clone().requires_grad_()
-    with pytest.raises(RuntimeError, match="a call with True kept; none was"):
+    with pytest.raises(RuntimeError, match="a call with True cached; there is none"):
         layer(x, OFFS, is_first_microbatch=False)
     with torch.no_grad():
         layer(x, OFFS, is_first_microbatch=True)

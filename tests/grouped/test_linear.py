@@ -244,7 +244,7 @@ def test_microbatches_share_one_quantized_weight(recipe, single):
 def test_a_later_microbatch_needs_a_cached_weight():
     layer = make_layer(RECIPES["row-scaled"])
     x = sample(40, K)
-    with pytest.raises(RuntimeError, match="a call with True kept; none was"):
+    with pytest.raises(RuntimeError, match="a call with True cached; there is none"):
         layer(x, ENDS, is_first_microbatch=False)
     with torch.no_grad():
         layer(x, ENDS, is_first_microbatch=True)

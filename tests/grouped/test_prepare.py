@@ -169,7 +169,9 @@ def test_the_plain_weights_are_gone():
         model(sample(9, 64))  # So that layers keep quantized weights.
     held = [weakref.ref(w) for w in weights_of(model)]
     held += [
-        weakref.ref(layer._kept) for layer in model.modules() if isinstance(layer, GroupedLinear)
+        weakref.ref(layer._cached_weight)
+        for layer in model.modules()
+        if isinstance(layer, GroupedLinear)
     ]
     grouped.prepare(model)
     gc.collect()

@@ -15,4 +15,5 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
 
 @pytest.fixture(params=DEVICES, ids=["emulated", "gpu"][: len(DEVICES)])
 def device(request):
+    """Device to run on: the CPU (emulated), and a Hopper GPU if there is one."""
     return request.param

@@ -1,4 +1,4 @@
-"""Compiled grouped GEMMs, and problems in the layout contract's buffers with poison around them."""
+"""Grouped GEMMs compiled from configurations, and their operands in poisoned buffers."""
 
 from dataclasses import dataclass, replace
 
@@ -41,7 +41,7 @@ WGRAD_SHAPES = {
     "tails": ([100, 0, 128, 5, 200, 300], 136, 200, 11),
     "all empty": ([0, 0], 8, 16, 3),
 }
-#: NaN as an E4M3 scale, as an amax, and as a code of FP8; as two codes of FP4, finite.
+#: This byte is NaN in an E4M3 scale, an amax or an FP8 code; as two FP4 codes it is finite.
 _POISON = 0xFF
 
 
@@ -50,11 +50,12 @@ def arch_of(config):
 
 
 def activations_of(config):
-    """Dtype of A where only B is quantized, which sm_90a has."""
+    """Return the dtype of a plain A (sm_90a), or None if A is quantized."""
     return getattr(config, "activations", None)
 
 
 def compiled(config, arch=ARCH, device="cpu"):
+    """Return the kernel of a configuration, for the emulator or for this GPU."""
     return compile_kernel(config, architecture(arch if device == "cuda" else f"emulated:{arch}"))
 
 
@@ -72,12 +73,12 @@ class Operand:
         return reference.Operand(self.codes, self.fmt, self.scales, self.amax, self.columnwise)
 
 
-#: Tensors of an operand, in the order in which kernels take them.
-PARTS = ("codes", "scales", "amax")
+#: Fields of an operand that are tensors, in the order of kernel arguments.
+TENSOR_NAMES = ("codes", "scales", "amax")
 
 
 def on_device_of(like, tensor):
-    """On the device of another, with the strides that it has."""
+    """Return the tensor on the device of ``like``, with its strides."""
     if tensor is None or tensor.device == like.device:
         return tensor
     shape = (*tensor.shape[:-1], tensor.stride(-2)) if tensor.dim() > 1 else tensor.shape
@@ -87,13 +88,14 @@ def on_device_of(like, tensor):
 
 
 def _poisoned(spec):
+    """Allocate a buffer full of ``_POISON``."""
     out = spec.allocate(torch.device("cpu"), zeroed=False)
     out.untyped_storage().fill_(_POISON)
     return out
 
 
 def quantize(x, offs, fmt, columnwise=False):
-    """One direction of (T, K) with offs or (G, N, K), by the reference into poisoned buffers."""
+    """Quantize one direction of (T, K) with offs, or of (G, N, K), into poisoned buffers."""
     specs = buffers(
         fmt,
         x.shape,
@@ -103,26 +105,26 @@ def quantize(x, offs, fmt, columnwise=False):
     )
     out = {name: _poisoned(spec) for name, spec in specs.items()}
     reference.quantize(reference.Elements(x), Groups.from_shape(x.shape, offs, x.device), fmt, out)
-    codes, *rest = (out[name] for name in fmt.operand_names(columnwise))
-    scales = rest.pop(0) if fmt.scale is not None else None
-    return Operand(codes, scales, *rest[:1], fmt=fmt, columnwise=columnwise)
+    codes, *scale_tensors = (out[name] for name in fmt.operand_names(columnwise))
+    scales = scale_tensors.pop(0) if fmt.scale is not None else None
+    return Operand(codes, scales, *scale_tensors[:1], fmt=fmt, columnwise=columnwise)
 
 
 def formats_of(config):
-    """Of A and B; None of plain ones."""
-    found = []
+    """Return the formats of A and B; None for plain operands."""
+    formats = []
     for kind in (config.kind, config.b_kind):
         fmt = kind.fmt
         if isinstance(fmt, FP8Block):
             fmt = replace(fmt, pow2_scales=getattr(config, "pow2_scales", False))
-        found.append(fmt)
+        formats.append(fmt)
     if config.row_scaled:
-        found[0] = NVFP4(row_scaled=True)
-    return found[0], found[1]
+        formats[0] = NVFP4(row_scaled=True)
+    return formats[0], formats[1]
 
 
 def randn(*shape, seed):
-    """Values of several magnitudes, so that block scales and row amaxes differ."""
+    """Return values of several magnitudes, so that block scales and row amaxes differ."""
     generator = seeded_generator(seed)
     rows = torch.randn(*shape[:-1], 1, generator=generator).exp()
     return torch.randn(*shape, generator=generator) * rows
@@ -130,8 +132,9 @@ def randn(*shape, seed):
 
 @dataclass
 class Product:
-    """Operands and options of one grouped product of T ``rows``, and what the output held
-    ``before``.
+    """Operands and options of one grouped GEMM.
+
+    ``before`` holds the contents of the output before the launch; ``rows`` includes the tail.
     """
 
     config: GemmConfig
@@ -144,27 +147,30 @@ class Product:
     alpha: Tensor | None = None
 
     def run(self, num_sms=NUM_SMS, device="cpu"):
-        # A fresh tensor, also on the CPU.
+        """Return the output of the kernel."""
+        # A copy, also on the CPU.
         out = self.before.to(device, copy=True)
         self.run_into(out, num_sms)
         return out.cpu()
 
     def run_into(self, out, num_sms=NUM_SMS):
+        """Run the kernel on this output."""
         self.launch(self.prepared(out, num_sms))
 
     def launch(self, arguments):
+        """Run the kernel with prepared arguments."""
         compiled(self.config, arch_of(self.config), arguments.out.device.type)(*arguments)
-        # As the next launch wants it.
+        # The next launch needs a zeroed counter.
         assert arguments.counter is None or not arguments.counter.any()
 
     def prepared(self, out, num_sms=NUM_SMS):
-        """The GEMM's arguments where the output is, operands as it takes them."""
+        """Return the kernel's arguments on the output's device, operands prepared for it."""
         arch, device = arch_of(self.config), out.device.type
         offs, bias, alpha = (on_device_of(out, t) for t in (self.offs, self.bias, self.alpha))
-        sides = {"a": self.a, "b": self.b}
+        operands = {"a": self.a, "b": self.b}
         tensors = []
-        for side, operand in sides.items():
-            codes, scales, amax = (on_device_of(out, getattr(operand, n)) for n in PARTS)
+        for side, operand in operands.items():
+            codes, scales, amax = (on_device_of(out, getattr(operand, n)) for n in TENSOR_NAMES)
             is_square = operand.fmt is not None and operand.fmt.is_2d
             if scales is not None and is_square and operand.columnwise:
                 scales = scales.mT
@@ -189,17 +195,18 @@ class Product:
                 codes, scales = values, None
             tensors += [codes, scales, amax]
         if isinstance(self.config, Sm100GemmConfig) and self.config.pow2_scales:
-            before = ScaleTilesConfig.for_gemm(self.config)
-            places = ((1, before.a_squares), (4, before.b_squares))
-            tiles = [scale_tiles(tensors[i], is_square) for i, is_square in places]
-            made = [torch.full(t.shape, _POISON, dtype=U8) for t in tiles]
-            compiled(before)(tensors[1], made[0], tensors[4], made[1], 0, num_sms)
-            tensors[1], tensors[4] = made
+            tile_config = ScaleTilesConfig.for_gemm(self.config)
+            scale_positions = ((1, tile_config.a_squares), (4, tile_config.b_squares))
+            tiles = [scale_tiles(tensors[i], is_square) for i, is_square in scale_positions]
+            arranged = [torch.full(t.shape, _POISON, dtype=U8) for t in tiles]
+            compiled(tile_config)(tensors[1], arranged[0], tensors[4], arranged[1], 0, num_sms)
+            tensors[1], tensors[4] = arranged
         counter = offs.new_zeros(1) if self.config.uses_dynamic_scheduling else None
-        given = {"offs": offs, "rows": None, "bias": bias, "alpha": alpha, "out": out}
-        return GemmArguments(*tensors, **given, num_sms=num_sms, counter=counter)
+        common = {"offs": offs, "rows": None, "bias": bias, "alpha": alpha, "out": out}
+        return GemmArguments(*tensors, **common, num_sms=num_sms, counter=counter)
 
     def expected(self):
+        """Return the output of the tensor-core reference."""
         out = self.before.clone()
         config, groups = self.config, Groups.ragged(self.offs, self.rows)
         options = {
@@ -216,13 +223,16 @@ class Product:
         return out
 
     def check(self, num_sms=NUM_SMS, device="cpu", want=None, any_nan=False):
-        """The kernel's output has the bits of the reference, or of ``want``."""
+        """Check that the kernel's output has the bits of the reference, or of ``want``."""
         want = self.expected() if want is None else want
         assert_same_bytes(self.run(num_sms, device), want, any_nan=any_nan)
 
 
 def m_grouped(config, sizes, n, k, tail=0, *, columnwise_b=False, seed=0):
-    """Ragged rows, the ``tail`` included, times a matrix a group (fprop; dgrad if columnwise)."""
+    """Return the product of ragged rows, including the tail, and one matrix per group.
+
+    This is fprop, or dgrad if B is columnwise.
+    """
     offs, rows, groups = offs_from_splits(sizes), sum(sizes) + tail, len(sizes)
     x = randn(rows, k, seed=seed)
     transposed = columnwise_b or config.transpose_b
@@ -230,7 +240,7 @@ def m_grouped(config, sizes, n, k, tail=0, *, columnwise_b=False, seed=0):
     a_fmt, b_fmt = formats_of(config)
     b = _plain(config, w) if b_fmt is None else quantize(w, None, b_fmt, columnwise_b)
     if columnwise_b:
-        # NaN, or -6 and 6, in the padding along K, which no kernel reads.
+        # Kernels must not read the padding along K: fill it with NaN, or with -6 and 6.
         codes = b.codes.view(U8)
         codes = codes if b_fmt.columnwise == "transposed" else codes.mT
         codes[..., b_fmt.element.width(k) :] = 0x7F
@@ -251,7 +261,7 @@ def m_grouped(config, sizes, n, k, tail=0, *, columnwise_b=False, seed=0):
 
 
 def k_grouped(config, sizes, m, n, tail=0, *, seed=0):
-    """Two ragged operands over their rows (wgrad)."""
+    """Return the product of two ragged operands over their rows (wgrad)."""
     offs, rows = offs_from_splits(sizes), sum(sizes) + tail
     x, y = randn(rows, m, seed=seed), randn(rows, n, seed=seed + 1)
     a_fmt, b_fmt = formats_of(config)
@@ -263,47 +273,52 @@ def k_grouped(config, sizes, m, n, tail=0, *, seed=0):
     return Product(config, a, b, offs, rows, before, alpha=alpha)
 
 
-def wild(product, spread=20):
-    """With every code, NaN and infinity included, and scales of every magnitude: fp32 ones times up
-    to 2^spread.
+def randomize_codes_and_scales(product, log2_range=20):
+    """Fill the operands with all codes, NaN and infinity included, and scales of all magnitudes.
+
+    fp32 scales are multiplied by up to 2^log2_range.
     """
     generator = seeded_generator(3)
     for operand in (product.a, product.b):
         codes = operand.codes.view(U8)
-        drawn = torch.randint(0, 256, codes.shape, generator=generator).to(U8)
-        # Few NaN and infinities, so that some sums are finite; padding and tails stay as they are.
-        is_kept = torch.rand(codes.shape, generator=generator).gt(0.002)
-        is_kept &= ~drawn.view(operand.codes.dtype).float().isfinite()
-        is_kept |= (codes == 0xFF) | (codes == 0)
-        codes.copy_(torch.where(is_kept, codes, drawn))
+        random_values = torch.randint(0, 256, codes.shape, generator=generator).to(U8)
+        # Few NaN and infinities, so that some sums are finite; padding and tails are unchanged.
+        keeps_code = torch.rand(codes.shape, generator=generator).gt(0.002)
+        keeps_code &= ~random_values.view(operand.codes.dtype).float().isfinite()
+        keeps_code |= (codes == 0xFF) | (codes == 0)
+        codes.copy_(torch.where(keeps_code, codes, random_values))
         scales = operand.scales
         if scales is not None and scales.dtype == U8:
-            # Some of every scale; padding and what nothing was written to stay.
-            drawn = torch.randint(0, 256, scales.shape, generator=generator)
-            near = (scales + (drawn % 40 - 20)).clamp(1, 254)
-            is_any = torch.rand(scales.shape, generator=generator) < 0.004
+            # A few scales take any value; padding and unwritten bytes are unchanged.
+            random_values = torch.randint(0, 256, scales.shape, generator=generator)
+            near = (scales + (random_values % 40 - 20)).clamp(1, 254)
+            takes_any = torch.rand(scales.shape, generator=generator) < 0.004
             scales.copy_(
                 torch.where(
                     (scales == 0) | (scales == 0xFF),
                     scales,
-                    torch.where(is_any, drawn, near).to(U8),
+                    torch.where(takes_any, random_values, near).to(U8),
                 )
             )
         elif scales is not None:
-            power = torch.randint(-spread, spread, scales.shape, generator=generator).float().exp2()
+            power = (
+                torch.randint(-log2_range, log2_range, scales.shape, generator=generator)
+                .float()
+                .exp2()
+            )
             scales.copy_(torch.where(scales.isfinite(), scales * power, scales))
     return product
 
 
 def product_of(config, sizes, n, k, tail=0):
-    """``m_grouped``, or ``k_grouped`` with as many columns: those of A first."""
+    """Return ``m_grouped``, or ``k_grouped`` with A's columns first, as the configuration asks."""
     if config.grouping == "k_grouped":
         return k_grouped(config, sizes, k, n, tail)
     return m_grouped(config, sizes, n, k, tail)
 
 
 def check_zeroed_tails(config, device="cpu", modes=({},)):
-    """Rows of the tail become zeros, whatever the scales of A say of them."""
+    """Check that rows of the tail become zeros, whatever the scales of A are there."""
     config = replace(config, zero_tail=True)
     for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
         product = m_grouped(config, sizes, 72, 96, tail)
@@ -317,7 +332,7 @@ def check_zeroed_tails(config, device="cpu", modes=({},)):
 
 
 def check_modes(mode, products):
-    """Each on so many CTAs, its events in the order of a mode."""
+    """Check each product on its number of SMs, in one mode of the emulator."""
     for product, num_sms in products:
         want = product.expected()
         with emulator.options(**mode):
@@ -325,9 +340,7 @@ def check_modes(mode, products):
 
 
 def check_live_rows(config):
-    """Of the output only the rows of groups are touched, to the last, and nothing beside the
-    operands.
-    """
+    """Check that the kernel writes the rows of groups only, and reads nothing but its operands."""
     product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
     want, out = product.expected(), product.before.clone()
     prepared = product.prepared(out, 2)
@@ -341,8 +354,9 @@ def check_live_rows(config):
 
 
 def check_far_rows(config):
-    """Row 64 of the output, and 32 of codes, start at element 2^31; only pages that are written
-    become memory.
+    """Check rows whose elements start at index 2^31: row 64 of the output, row 32 of codes.
+
+    Only the pages that are written use memory.
     """
     product = m_grouped(config, [65, 33], 8, 32)
     if config.kind.fmt is not None and not config.kind.is_transposed:
@@ -355,8 +369,9 @@ def check_far_rows(config):
 
 
 def check_many_groups(config):
-    """More groups than a window of the scheduler; where it accumulates, a tile that is worked on
-    twice shows.
+    """Check more groups than the scheduler reads at once.
+
+    If the kernel accumulates, a tile that runs twice gives a wrong sum.
     """
     sizes = [0] * 1100
     for group, rows in ((0, 1), (31, 2), (32, 130), (500, 3), (1099, 4)):
@@ -365,7 +380,7 @@ def check_many_groups(config):
 
 
 def _plain(config, x, live=None):
-    """A plain operand with NaN in its rows from ``live`` on."""
+    """Return a plain operand, with NaN in its rows from ``live`` on."""
     x = x.to(DTYPES[activations_of(config) or config.operand])
     if live is not None:
         x[live:] = torch.nan

@@ -1,3 +1,5 @@
+"""Checks of ops and kernels on the emulator: bits, memory that is touched, and generated code."""
+
 import contextlib
 import re
 
@@ -19,7 +21,7 @@ each_mode = pytest.mark.parametrize(
 
 
 def check(arch, call, **options):
-    """What ``call`` returns on an emulated architecture has the bits of the reference."""
+    """Check that ``call`` returns the bits of the reference on an emulated architecture."""
     with backend("reference"):
         want = call()
     with backend(f"emulated:{arch}", **options):
@@ -27,12 +29,13 @@ def check(arch, call, **options):
 
 
 def array_of(x):
+    """Return a NumPy view of the tensor; bf16 as int16."""
     return (x.view(torch.int16) if x.dtype == BF16 else x).numpy()
 
 
 @contextlib.contextmanager
 def watching(*memory):
-    """Nothing but the tensors and arrays among ``memory`` may be touched."""
+    """Let kernels touch the tensors and arrays among ``memory`` only."""
     try:
         emulator.watch(*(m for m in memory if isinstance(m, (torch.Tensor, np.ndarray))))
         yield
@@ -41,20 +44,20 @@ def watching(*memory):
 
 
 def check_code(config, arch, inexact=r"\.ftz|\.approx|\bfma\."):
-    """No spills, and nothing ``inexact``; the PTX."""
+    """Check that a kernel has no spills and no ``inexact`` instructions; return its PTX."""
     kernel = compile_for_emulator(config, arch)
     assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
     assert not re.findall(inexact, kernel.ptx)
     return kernel.ptx
 
 
-def check_touched(run, needed, others=()):
-    """``run`` stays in this memory and fails where the end of anything ``needed`` is missing."""
-    with watching(*needed, *others):
+def check_touched(run, needed, readable=()):
+    """Check that ``run`` touches these arrays only, and the last element of each ``needed`` one."""
+    with watching(*needed, *readable):
         run()
     for i, array in enumerate(needed):
         with (
-            watching(*needed[:i], array[:-1], *needed[i + 1 :], *others),
+            watching(*needed[:i], array[:-1], *needed[i + 1 :], *readable),
             pytest.raises(emulator.EmulatorError),
         ):
             run()

@@ -1,3 +1,5 @@
+"""Quantizing kernels: inputs, poisoned buffers, launches, and the expected bytes."""
+
 import dataclasses
 import functools
 import os
@@ -20,21 +22,21 @@ from tests.kernels.op_support import watching
 
 ARCH = "sm_100a"
 NUM_SMS = 3
-#: NVFP4 keeps nothing of its second level besides amaxes.
+#: NVFP4 has no outputs for its global scale besides amaxes.
 NO_RESULTS = (None, None)
-#: Nor does the quantizer by tiles give its amaxes.
+#: The tile quantizer has no outputs for amaxes either.
 NO_TILE_RESULTS = (None,) * 7
-#: Of stochastic formats: all bits of both numbers matter but the last.
+#: Seed of stochastic rounding; all bits of both numbers count except the last.
 SEED = torch.tensor([-0x0123456789ABCDF, 0x7EDCBA9876543210])
 
-#: Run what this GPU can run on it; for configurations of its architecture.
+#: If set, kernels for this GPU's architecture run on the GPU.
 ON_GPU = bool(os.environ.get("CUTE_KERNELS_TEST_GPU"))
 
 
 def ragged_cases(odd, *cols):
-    """(rows of the buffer, K, end rows) by what each is there to catch;
+    """Return (rows of the buffer, K, end rows) by the case that each covers.
 
-    ``odd`` says so of K beside odd rows.
+    ``odd`` is the name of the case with odd row counts.
     """
     cases = {
         "one group": (256, offs_tensor(256)),
@@ -51,7 +53,7 @@ def ragged_cases(odd, *cols):
 
 
 def compiled(config):
-    """For its architecture; on a GPU CPU tensors are copied there and back, whatever it wrote."""
+    """Return the kernel for its architecture. On a GPU, CPU tensors are copied there and back."""
     if ON_GPU:
         name = device_architecture(0).name
         if getattr(config, "arch", name) != name:
@@ -61,23 +63,24 @@ def compiled(config):
 
 
 def _run_on_gpu(config, *arguments):
+    """Copy the tensors to the GPU, run the kernel, and copy them back."""
     kernel = compile_kernel(config, device_architecture(0))
-    there = [_to_gpu(value) if isinstance(value, Tensor) else value for value in arguments]
-    kernel(*there)
-    for value, copy in zip(arguments, there, strict=True):
+    gpu_arguments = [_to_gpu(value) if isinstance(value, Tensor) else value for value in arguments]
+    kernel(*gpu_arguments)
+    for value, gpu_value in zip(arguments, gpu_arguments, strict=True):
         if isinstance(value, Tensor):
-            value.copy_(copy)
+            value.copy_(gpu_value)
 
 
 def _to_gpu(value):
     extent = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
-    there = torch.full((extent + 1,), 0, dtype=value.dtype, device="cuda")
-    return there.as_strided(value.shape, value.stride()).copy_(value)
+    buffer = torch.full((extent + 1,), 0, dtype=value.dtype, device="cuda")
+    return buffer.as_strided(value.shape, value.stride()).copy_(value)
 
 
 @dataclasses.dataclass
 class Problem:
-    """x: (T, K), or (G, N, K) when uniform and ``offs`` is None."""
+    """x: (T, K), or (G, N, K) if the groups are uniform and ``offs`` is None."""
 
     x: Tensor
     offs: Tensor | None
@@ -97,17 +100,17 @@ class Problem:
         return Groups.ragged(self.offs, len(self.x))
 
     def buffers(self, fmt, rowwise, columnwise):
-        """Full of garbage, so that a byte too many or too few shows; amaxes are vectors."""
+        """Return output buffers full of garbage, so that wrong writes show; amaxes are vectors."""
         groups = None if self.offs is None else len(self.offs)
         specs = buffers(fmt, self.x.shape, groups, rowwise=rowwise, columnwise=columnwise)
-        made = {
+        tensors = {
             name: poisoned(spec.allocate(torch.device("cpu"), False))
             for name, spec in specs.items()
         }
-        return {name: t.flatten() if name.startswith("amax") else t for name, t in made.items()}
+        return {name: t.flatten() if name.startswith("amax") else t for name, t in tensors.items()}
 
     def scales(self, fmt):
-        """Of groups, if the format takes them."""
+        """Return one given scale per group, if the format takes them."""
         return (
             torch.exp2(torch.arange(len(self.groups)) % 17 - 8.0) * 1.3
             if fmt.has_given_scale
@@ -116,68 +119,80 @@ class Problem:
 
 
 def ragged(rows, cols, offs, dtype="bfloat16", seed=0):
-    """Of a case of ``ragged_cases``; NaN in the tail."""
+    """Return the problem of a case of ``ragged_cases``, with NaN in the tail."""
     x = random_input((rows, cols), DTYPES[dtype], seed)
     x[int(offs[-1]) :] = torch.nan
     return Problem(x, offs)
 
 
-def expected(problem, fmt, rowwise, columnwise, given=None, drawn=(0, 0)):
+def expected(problem, fmt, rowwise, columnwise, amax=None, blocks_before=(0, 0)):
+    """Return the reference's buffers by name.
+
+    ``blocks_before`` counts the random blocks that precede the problem, per direction.
+    """
     out = problem.buffers(fmt, rowwise, columnwise)
-    draws = (
-        reference.SeededRandomNumbers(SEED, problem.x.shape[-1], drawn)
+    random_numbers = (
+        reference.SeededRandomNumbers(SEED, problem.x.shape[-1], blocks_before)
         if fmt.is_stochastic
         else None
     )
-    beside = reference.QuantizeInputs(given, problem.scales(fmt), draws)
-    reference.quantize(reference.Elements(problem.x), problem.groups, fmt, out, beside)
+    inputs = reference.QuantizeInputs(amax, problem.scales(fmt), random_numbers)
+    reference.quantize(reference.Elements(problem.x), problem.groups, fmt, out, inputs)
     return out
 
 
 def directions_of(config):
+    """Return the copies that the kernel makes: (rowwise, columnwise)."""
     return (config.rowwise, config.columnwise) if isinstance(config, TileConfig) else (True, False)
 
 
-def quantize(config, problem, given=None):
-    """What the kernel makes; amaxes that it does not compute are those of the reference."""
+def quantize(config, problem, given_amax=None):
+    """Return the kernel's buffers by name; given amaxes come from the reference."""
     fmt, is_tiles = parse(config.format), isinstance(config, TileConfig)
     out = problem.buffers(fmt, *directions_of(config))
     computes = config.compute_amax if is_tiles else config.computes_amax
     if fmt.global_scale is not None and not (computes or fmt.has_given_scale):
-        known = expected(problem, fmt, directions_of(config)[0], is_tiles, given)
-        out |= {name: known[name] for name in ("amax", "amax_t") if name in out}
+        reference_buffers = expected(problem, fmt, directions_of(config)[0], is_tiles, given_amax)
+        out |= {name: reference_buffers[name] for name in ("amax", "amax_t") if name in out}
     amax, amax_t = map(out.get, ("amax", "amax_t"))
     results = map(out.get, ("scale_inv", "scale"))
     if not is_tiles:
         launch(config, *problem.inputs, amax, out["codes"], out.get("scales"), *results)
         return out
-    group = amax if amax_t is None or config.has_column_amax else amax_t
-    if group is amax_t and amax is not None and not config.uses_row_amax:
-        out["amax"] = group
-    levels = (
+    group_amax = amax if amax_t is None or config.has_column_amax else amax_t
+    if group_amax is amax_t and amax is not None and not config.uses_row_amax:
+        out["amax"] = group_amax
+    amaxes = (
         amax if config.uses_row_amax else None,
-        (problem.scales(fmt) if fmt.has_given_scale else group) if config.uses_group_amax else None,
+        (problem.scales(fmt) if fmt.has_given_scale else group_amax)
+        if config.uses_group_amax
+        else None,
     )
     copies = map(out.get, ("codes", "scales", "codes_t", "scales_t"))
-    own = (amax if fmt.has_given_scale else None, amax_t if config.has_column_amax else None)
+    amax_outputs = (
+        amax if fmt.has_given_scale else None,
+        amax_t if config.has_column_amax else None,
+    )
     seed = SEED if fmt.is_stochastic else None
-    launch(config, *problem.inputs, *levels, *copies, *results, *own, seed, None, None)
+    launch(config, *problem.inputs, *amaxes, *copies, *results, *amax_outputs, seed, None, None)
     return out
 
 
 def launch(config, *arguments):
-    """Nothing else is touched."""
+    """Run the kernel, which may touch its arguments only."""
     with watching(*arguments):
         compiled(config)(*arguments, NUM_SMS)
 
 
-def check(config, problem, given=None, **options):
-    want = expected(problem, parse(config.format), *directions_of(config), given)
+def check(config, problem, given_amax=None, **options):
+    """Check the kernel's bytes against the reference."""
+    want = expected(problem, parse(config.format), *directions_of(config), given_amax)
     with emulator.options(**options):
-        assert_same_buffers(quantize(config, problem, given), want)
+        assert_same_buffers(quantize(config, problem, given_amax), want)
 
 
 def random_input(shape, dtype, seed=0):
+    """Return normal values with rows and blocks of zeros, and one magnitude per row."""
     generator = seeded_generator(seed)
     x = torch.randn(shape, generator=generator)
     x *= torch.exp2(torch.randint(-6, 7, (*shape[:-1], 1), generator=generator).float())
@@ -188,7 +203,7 @@ def random_input(shape, dtype, seed=0):
 
 
 def special_input(rows, cols, dtype):
-    """Special values; each row has its own mixture, so rows of one group clash as well."""
+    """Return special values; each row has its own mixture, so rows of one group differ too."""
     info = torch.finfo(dtype)
     generator = seeded_generator(1)
     x = torch.randn(rows, cols, generator=generator)

@@ -1,4 +1,4 @@
-"""Activations in front of kernels on the emulator, to the bit of the reference backend."""
+"""Activations before quantization, against the reference backend, bit for bit."""
 
 import itertools
 
@@ -31,7 +31,7 @@ from .activation_kernel import ActivationConfig  # isort: skip
 
 CLAMPED = "clamped_swiglu:alpha=1.5,limit=2.0"
 CURVES = ("geglu", "swiglu", "qgeglu", "reglu", "sreglu", CLAMPED)
-#: (rows of the buffer, K, end rows), and what is in them. Halves of 136 and 144 columns.
+#: (rows of the buffer, K, end rows, contents). Halves have 136 or 144 columns.
 RAGGED = {
     "odd rows, odd K": (300, 288, offs_tensor(7, 136, 137, 300), random_input),
     "empty first, middle, last; tail": (
@@ -46,34 +46,36 @@ RAGGED = {
 }
 
 
-def inputs(act, lead, cols, fill=None, dtype=BF16):
+def inputs(act, leading_shape, cols, contents=None, dtype=BF16):
+    """Return values for ``cols`` output columns: twice as many if the activation is gated."""
     width = cols * (2 if parse_activation(act).is_gated else 1)
-    wide = -(-width // 16) * 16
+    padded_width = -(-width // 16) * 16
     x = (
-        special_input(*lead, wide, dtype)
-        if fill is special_input
-        else random_input((*lead, wide), dtype)
+        special_input(*leading_shape, padded_width, dtype)
+        if contents is special_input
+        else random_input((*leading_shape, padded_width), dtype)
     )
     return x[..., :width].contiguous()
 
 
-def quantize(text, act, x, offs, way, amax=None):
+def quantize(text, act, x, offs, direction, amax=None):
+    """Quantize into poisoned buffers; return their bytes as one tensor."""
     fmt, groups = parse(text), len(x) if offs is None else len(offs)
-    given = {"activation": act, "amax": amax, "rowwise": way != "columnwise"}
-    given["columnwise"] = way != "rowwise"
+    options = {"activation": act, "amax": amax, "rowwise": direction != "columnwise"}
+    options["columnwise"] = direction != "rowwise"
     if fmt.has_given_scale:
-        given["scale"] = torch.exp2(torch.arange(groups) % 17 - 8.0) * 1.3
+        options["scale"] = torch.exp2(torch.arange(groups) % 17 - 8.0) * 1.3
     if fmt.is_stochastic:
-        given["seed"] = torch.tensor([3, 4])
+        options["seed"] = torch.tensor([3, 4])
     with backend("reference"):
-        like = ops.grouped_quantize(x, text, offs, **given)
-    out = [poisoned(t) for t in like]
-    ops.grouped_quantize_out(x, text, offs, **given, out=out)
+        reference_outputs = ops.grouped_quantize(x, text, offs, **options)
+    out = [poisoned(t) for t in reference_outputs]
+    ops.grouped_quantize_out(x, text, offs, **options, out=out)
     return torch.cat([t.view(U8).flatten() for t in out])
 
 
-def every_number():
-    """All of bf16, and fp32 numbers beside each that a step of the arithmetic turns at."""
+def numbers_near_all_steps():
+    """Return all bf16 numbers, and fp32 numbers next to those where the arithmetic changes."""
     edges = torch.cat([torch.linspace(-110, 110, 4001), torch.logspace(-42, 38, 1001)])
     near = torch.tensor([0.0, 1.5, 2.0, 10.0, 80.0, 89.0, 104.0, 2.0**32])[:, None]
     near = (near * (1 + torch.arange(-4, 5) * 2.0**-23)).flatten()
@@ -81,28 +83,28 @@ def every_number():
 
 
 @pytest.mark.parametrize(
-    ("arch", "by_table", "act"),
+    ("arch", "uses_table", "act"),
     [
         *itertools.product(ARCHITECTURES, [False], [*CURVES, "gelu"]),
         *itertools.product(["sm_90a"], [True], ["geglu", "swiglu", "qgeglu", CLAMPED, "gelu"]),
     ],
 )
-def test_bits_of_every_curve(arch, by_table, act):
-    a, record = every_number(), parse_activation(act)
-    a = a[: 65536 if by_table else len(a) // 2 * 2]
+def test_every_curve_has_the_bits_of_the_reference(arch, uses_table, act):
+    a, record = numbers_near_all_steps(), parse_activation(act)
+    a = a[: 65536 if uses_table else len(a) // 2 * 2]
     b, grad = torch.randn(2, len(a), generator=seeded_generator(0)) * 4
     b[:: len(a) // 7] = torch.nan
     b[1 :: len(a) // 7] = torch.inf
     got = [torch.zeros_like(a) for _ in range(3)]
-    b = b.bfloat16().float() if by_table else b
-    compiled(ActivationConfig(act, arch, by_table))(a, b, grad, *got)
+    b = b.bfloat16().float() if uses_table else b
+    compiled(ActivationConfig(act, arch, uses_table))(a, b, grad, *got)
     x = torch.stack([a, b], 1) if record.is_gated else a[:, None]
     want = [activate(x, record), *activate_gradient(x, grad[:, None], record).chunk(x.shape[1], 1)]
-    for ours, theirs in zip(got[: 1 if by_table else 3], want, strict=False):
-        assert_same_bytes(ours, theirs.flatten(), any_nan=True)
+    for actual, reference_values in zip(got[: 1 if uses_table else 3], want, strict=False):
+        assert_same_bytes(actual, reference_values.flatten(), any_nan=True)
 
 
-#: Each format with a unary activation and a gated one; each way, too.
+#: Each format with a unary and a gated activation, in different directions.
 CASES = [
     ("sm_100a", "nvfp4", "silu", "both"),
     ("sm_90a", "nvfp4", "swiglu", "both"),
@@ -124,16 +126,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "text", "act", "way"), CASES)
-def test_codes(arch, text, act, way):
+@pytest.mark.parametrize(("arch", "text", "act", "direction"), CASES)
+def test_codes_of_every_format(arch, text, act, direction):
     for rows, cols, offs, fill in RAGGED.values():
         x = inputs(act, (rows,), cols, fill)
         x[int(offs[-1]) :] = torch.nan
-        check(arch, lambda x=x, offs=offs: quantize(text, act, x, offs, way))
+        check(arch, lambda x=x, offs=offs: quantize(text, act, x, offs, direction))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_other_dtypes_and_uniform_groups(dtype):
+def test_fp16_and_fp32_inputs(dtype):
     for text in ("mxfp8", "fp8"):
         x = inputs("swiglu", (3, 70), 96, dtype=DTYPES[dtype])
         check("sm_90a", lambda a=(text, "swiglu", x): quantize(*a, None, "both"))
@@ -143,16 +145,16 @@ def test_other_dtypes_and_uniform_groups(dtype):
 
 
 @each_mode
-def test_any_order(mode):
+def test_any_order_of_events(mode):
     x = inputs("swiglu", (300,), 272)
     offs = offs_tensor(0, 130, 131, 290)
-    for arch, text, way in (
+    for arch, text, direction in (
         ("sm_90a", "nvfp4:stochastic_rounding", "columnwise"),
         ("sm_100a", "nvfp4:row_scaled", "rowwise"),
         ("sm_90a", "fp8:dtype=e5m2,scaling=delayed", "both"),
         ("sm_90a", "fp8_block", "rowwise"),
     ):
-        check(arch, lambda a=(text, "swiglu", x, offs, way): quantize(*a), **mode)
+        check(arch, lambda a=(text, "swiglu", x, offs, direction): quantize(*a), **mode)
 
 
 def test_given_amaxes_and_many_groups():
@@ -162,27 +164,30 @@ def test_given_amaxes_and_many_groups():
     check("sm_90a", lambda: quantize("nvfp4", "swiglu", x, offs, "both", amax))
 
 
-def test_only_the_rows_of_groups_are_read():
+def test_only_rows_of_groups_are_read():
     offs = offs_tensor(3, 131, 219)
     x = inputs("swiglu", (260,), 160)
-    given = {"activation": "swiglu"}
-    for text, way in (("nvfp4:row_scaled", "rowwise"), ("fp8:dtype=e5m2,scaling=delayed", "both")):
-        given["scale"] = torch.ones(3) if "delayed" in text else None
-        given["columnwise"] = way == "both"
-        out = ops.grouped_quantize(x, text, offs, **given)
-        others = [offs, given["scale"], *(array_of(t.view(U8)) for t in out)]
-        with backend("emulated:sm_90a" if way == "both" else "emulated:sm_100a"):
+    options = {"activation": "swiglu"}
+    for text, direction in (
+        ("nvfp4:row_scaled", "rowwise"),
+        ("fp8:dtype=e5m2,scaling=delayed", "both"),
+    ):
+        options["scale"] = torch.ones(3) if "delayed" in text else None
+        options["columnwise"] = direction == "both"
+        out = ops.grouped_quantize(x, text, offs, **options)
+        readable = [offs, options["scale"], *(array_of(t.view(U8)) for t in out)]
+        with backend("emulated:sm_90a" if direction == "both" else "emulated:sm_100a"):
             check_touched(
                 lambda text=text, out=out: ops.grouped_quantize_out(
-                    x, text, offs, **given, out=out
+                    x, text, offs, **options, out=out
                 ),
                 [array_of(x)[:219]],
-                others,
+                readable,
             )
 
 
-def test_code():
-    """Exact arithmetic and no spills; approximate reciprocals are rounded afterwards."""
+def test_generated_code_is_exact_without_spills():
+    """Only approximate reciprocals are allowed, because they are rounded afterwards."""
     problem = QuantizeProblem("bfloat16", 256, "ragged", Prologue("bfloat16", "swiglu"))
     for arch, text in itertools.product(ARCHITECTURES, ("nvfp4", "mxfp8")):
         tiles = choose_tile_config(parse(text), problem, arch, columnwise=True, compute_amax=True)

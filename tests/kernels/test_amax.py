@@ -1,8 +1,10 @@
+"""Kernels of grouped_amax and compute_offsets, against the reference."""
+
 import pytest
 import torch
 
 import ptx_emulator as emulator
-from cute_kernels.kernels.quantize.config import AmaxConfig, OffsetsConfig
+from cute_kernels.kernels.quantize.pass_config import AmaxConfig, OffsetsConfig
 from cute_kernels.reference.absmax import absmax
 from cute_kernels.reference.reductions import compute_offsets, grouped_amax
 from tests.helpers import (
@@ -20,6 +22,7 @@ from .quantize_support import Problem, compiled, random_input, special_input
 
 
 def check(config, problem, num_sms=2):
+    """Compare the amaxes of rows and groups; rows of no group must stay unchanged."""
     groups = problem.groups
     row_amax = torch.full((len(problem.matrix),), -7.0) if config.per_row else None
     group_amax = torch.full((len(groups),), -7.0) if config.per_group else None
@@ -36,7 +39,7 @@ def check(config, problem, num_sms=2):
 
 @pytest.mark.parametrize("dtype", [*DTYPES])
 @each_arch
-def test_rows_and_groups(arch, dtype):
+def test_amaxes_of_rows_and_groups(arch, dtype):
     config = AmaxConfig(dtype, per_row=True, arch=arch)
     for rows, cols, offs in (
         (300, 80, offs_tensor(0, 3, 3, 130, 130, 290)),
@@ -48,12 +51,12 @@ def test_rows_and_groups(arch, dtype):
 
 
 @pytest.mark.parametrize("per_row", [False, True])
-def test_one_of_the_two(per_row):
+def test_amaxes_of_either_rows_or_groups(per_row):
     config = AmaxConfig("bfloat16", per_row=per_row, per_group=not per_row)
     check(config, Problem(random_input((90, 48), BF16), offs_tensor(30, 30, 71)))
 
 
-def test_uniform_groups():
+def test_amaxes_of_uniform_groups():
     check(AmaxConfig("bfloat16", "uniform"), Problem(random_input((5, 7, 48), BF16), None))
 
 
@@ -69,10 +72,13 @@ def test_many_groups_in_chaos_and_races():
 
 @pytest.mark.parametrize("out", [I32, torch.int64])
 @pytest.mark.parametrize("splits", [I32, torch.int64])
-def test_offsets(splits, out):
-    """Those that saturate, too."""
+def test_offsets_and_their_saturation(splits, out):
     kernel = compiled(OffsetsConfig(*(str(d).removeprefix("torch.") for d in (splits, out))))
-    top, largest, generator = torch.iinfo(splits).max, torch.iinfo(out).max, seeded_generator(3)
+    largest_split, largest, generator = (
+        torch.iinfo(splits).max,
+        torch.iinfo(out).max,
+        seeded_generator(3),
+    )
     for multiplier in (1, 3, 4096, 1 << 20, (1 << 31) - 1):
         limit = largest // multiplier
         for sizes in (
@@ -83,12 +89,12 @@ def test_offsets(splits, out):
             [1 << 20, 1 << 30, 1 << 30, *[-(1 << 30)] * 5],
             [limit - 2, 1, 1, 1, -limit, -limit, -limit],
         ):
-            if max(map(abs, sizes)) > top:
+            if max(map(abs, sizes)) > largest_split:
                 continue
-            given = torch.tensor(sizes, dtype=splits)
+            counts = torch.tensor(sizes, dtype=splits)
             got, want = torch.full((2, len(sizes)), -1, dtype=out)
-            kernel(given, got, multiplier)
-            compute_offsets(given, multiplier, want)
+            kernel(counts, got, multiplier)
+            compute_offsets(counts, multiplier, want)
             assert got.equal(want)
 
 

@@ -1,3 +1,5 @@
+"""Quantizers of FP8 formats, by tiles and by rows, against the reference byte by byte."""
+
 import itertools
 
 import pytest
@@ -33,46 +35,49 @@ from .quantize_support import (
 
 ANY_SCALE = "fp8_block:pow2_scales=false,amax_epsilon=0.001"
 DELAYED = "fp8:dtype=e5m2,scaling=delayed"
-#: What is not finite has a scale that is NaN.
+#: Formats that mark blocks with non-finite values by a NaN scale.
 NAN_SCALES = (
-    *(
-        "fp8_block:nan_scales",
-        "fp8_block:block=128x128,nan_scales",
-        "fp8_block:pow2_scales=false,nan_scales",
-    ),
-    *(
-        "mxfp8:nan_scales",
-        "mxfp8:block=32x32,nan_scales",
-        "fp8:nan_scales",
-        "fp8:scaling=delayed,nan_scales",
-    ),
+    "fp8_block:nan_scales",
+    "fp8_block:block=128x128,nan_scales",
+    "fp8_block:pow2_scales=false,nan_scales",
+    "mxfp8:nan_scales",
+    "mxfp8:block=32x32,nan_scales",
+    "fp8:nan_scales",
+    "fp8:scaling=delayed,nan_scales",
 )
 FORMATS = {
     fmt.text: fmt
     for fmt in (
-        *(FP8Block(), FP8Block(dtype=E5M2), FP8Block(pow2_scales=False, amax_epsilon=1e-3)),
-        *(FP8Block(block=(128, 128)), FP8Block((128, 128), E5M2, False), MXFP8()),
-        *(MXFP8(E5M2), MXFP8(block=(32, 32)), FP8(), FP8(E5M2, "delayed")),
+        FP8Block(),
+        FP8Block(dtype=E5M2),
+        FP8Block(pow2_scales=False, amax_epsilon=1e-3),
+        FP8Block(block=(128, 128)),
+        FP8Block((128, 128), E5M2, False),
+        MXFP8(),
+        MXFP8(E5M2),
+        MXFP8(block=(32, 32)),
+        FP8(),
+        FP8(E5M2, "delayed"),
     )
 }
-#: One of each layout of scales.
-SOME = ("fp8_block", "fp8_block:block=128x128", "mxfp8", "mxfp8:block=32x32")
+#: One format per layout of scales.
+ONE_PER_LAYOUT = ("fp8_block", "fp8_block:block=128x128", "mxfp8", "mxfp8:block=32x32")
 RAGGED = ragged_cases("odd rows, odd K", 128, 32, 288, 96, 32, 160, 64)
 
 
 def cases_of(text):
-    """With every other K 16 less where the format takes it."""
+    """Return the ragged cases; every other K is 16 less if the format allows it."""
     less = 32 - parse(text).k_multiple
     return [(rows, k - i % 2 * less, offs) for i, (rows, k, offs) in enumerate(RAGGED.values())]
 
 
 def special(dtype, cols):
-    """NaN, infinities, denormals; amaxes of zero, infinity and less than FP8_MAX / FMAX."""
+    """Return NaN, infinities, denormals, and blocks with extreme amaxes."""
     x = special_input(150, cols, DTYPES[dtype])
     x[8::7, 48:64] = -torch.nan
     tiny = torch.full((140, cols), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
     tiny[:, ::3] *= -0.5
-    # Magnitudes on both sides of those where a power of two changes.
+    # Magnitudes on both sides of the ones where a power-of-two scale changes.
     edges = torch.tensor([1.0, 1.75, 448.0, 57344.0])[:, None] * (1 + torch.arange(-2, 3) * 2**-23)
     finite = torch.zeros(40, cols)
     finite[:, ::32] = (
@@ -82,23 +87,23 @@ def special(dtype, cols):
     return Problem(torch.cat([x, tiny, finite]), offs_tensor(1, 2, 3, 40, 60, 150, 290, 330))
 
 
-def kernels():
+def kernel_cases():
     for i, text in enumerate(FORMATS):
         yield "sm_90a", text, "both"
         yield "sm_100a", text, list(DIRECTIONS)[i % 3]
-    for text, directions in itertools.product(SOME, ("rowwise", "columnwise")):
+    for text, directions in itertools.product(ONE_PER_LAYOUT, ("rowwise", "columnwise")):
         yield "sm_90a", text, directions
 
 
-@pytest.mark.parametrize(("arch", "text", "directions"), list(kernels()))
-def test_ragged_groups(arch, text, directions):
+@pytest.mark.parametrize(("arch", "text", "directions"), list(kernel_cases()))
+def test_tiles_of_ragged_groups(arch, text, directions):
     config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
     for case in cases_of(text):
         check(config, ragged(*case))
 
 
-@pytest.mark.parametrize("text", [*SOME, DELAYED])
-def test_uniform_groups(text):
+@pytest.mark.parametrize("text", [*ONE_PER_LAYOUT, DELAYED])
+def test_tiles_of_uniform_groups(text):
     config = TileConfig(text, "bfloat16", "uniform", True, True, arch="sm_90a")
     for shape in ((2, 100, 96), (1, 256, 64), (3, 129, 32)):
         check(config, Problem(random_input(shape, BF16), None))
@@ -108,17 +113,17 @@ def test_uniform_groups(text):
     ("text", "dtype"),
     [
         *((text, "bfloat16") for text in FORMATS),
-        *itertools.product((*SOME, ANY_SCALE), ("float16", "float32")),
+        *itertools.product((*ONE_PER_LAYOUT, ANY_SCALE), ("float16", "float32")),
     ],
 )
-def test_special_values(text, dtype):
+def test_tiles_of_special_values(text, dtype):
     check(TileConfig(text, dtype, "ragged", True, True, arch="sm_90a"), special(dtype, 256))
 
 
 @each_arch
 @pytest.mark.parametrize("text", NAN_SCALES)
-def test_scales_that_are_nan(arch, text):
-    """Of infinities alone; finite numbers have the bytes that they have without."""
+def test_tiles_with_nan_scales(arch, text):
+    """Only non-finite values mark a block; finite ones have the bytes of the unmarked format."""
     for directions in ((True, False), (False, True), (True, True)):
         check(
             TileConfig(text, "float16", "ragged", *directions, arch=arch), special("float16", 256)
@@ -131,14 +136,14 @@ def test_scales_that_are_nan(arch, text):
 
 @pytest.mark.parametrize("text", ["fp8_block:nan_scales", "mxfp8:nan_scales", "fp8:nan_scales"])
 @each_arch
-def test_scales_that_are_nan_by_rows(arch, text):
+def test_rows_with_nan_scales(arch, text):
     config = RowsConfig(text, "bfloat16", arch=arch)
     if config.can_implement(QuantizeProblem("bfloat16", 256)):
         check(config, special("bfloat16", 256))
 
 
-def test_amaxes_where_a_scale_changes():
-    """Every exponent of fp32, beside 1.75, 1 and the largest mantissa, in blocks of their own."""
+def test_amaxes_next_to_changes_of_the_scale():
+    """Blocks whose amaxes have every fp32 exponent, with mantissas near 1, 1.75 and 2."""
     mantissas = torch.tensor([0, 1, 2, 0x5FFFFF, 0x600000, 0x600001, 0x600002, 0x7FFFFF])
     bits = (torch.arange(255)[:, None] << 23 | mantissas).flatten().int()
     amaxes = torch.cat([bits, torch.arange(0x3FFFF8, 0x400008).int()]).view(F32)
@@ -148,16 +153,16 @@ def test_amaxes_where_a_scale_changes():
         check(TileConfig(text, "float32", arch="sm_90a"), Problem(x, offs_tensor(256)))
 
 
-@pytest.mark.parametrize("text", SOME)
-def test_many_groups(text):
+@pytest.mark.parametrize("text", ONE_PER_LAYOUT)
+def test_tiles_of_many_groups(text):
     offs = offs_of_many_groups()
     problem = Problem(random_input((int(offs[-1]) + 5, 32), BF16), offs)
     check(TileConfig(text, "bfloat16", "ragged", True, True, arch="sm_90a"), problem)
 
 
-@pytest.mark.parametrize("text", ["fp8", *SOME, DELAYED])
-def test_end_rows_that_break_the_rules(text):
-    """They are clamped to the buffer; where they fall, no more is said of what is written."""
+@pytest.mark.parametrize("text", ["fp8", *ONE_PER_LAYOUT, DELAYED])
+def test_invalid_end_rows(text):
+    """End rows are clamped to the buffer; falling ones only have to stay inside it."""
     x, fmt = random_input((140, 96), BF16), parse(text)
     rows = RowsConfig(text, "bfloat16", arch="sm_90a")
     for config in (TileConfig(text, "bfloat16", columnwise=True, arch="sm_90a"), rows):
@@ -172,8 +177,8 @@ def test_end_rows_that_break_the_rules(text):
 
 
 @each_mode
-@pytest.mark.parametrize("text", [*SOME, DELAYED])
-def test_any_order(text, mode):
+@pytest.mark.parametrize("text", [*ONE_PER_LAYOUT, DELAYED])
+def test_tiles_in_any_order(text, mode):
     arch = ARCHITECTURES[mode.get("seed", 0) % 2]
     problem = Problem(random_input((300, 544), BF16), offs_tensor(0, 130, 131, 290))
     check(TileConfig(text, "bfloat16", "ragged", True, True, arch=arch), problem, **mode)
@@ -181,9 +186,9 @@ def test_any_order(text, mode):
 
 
 @pytest.mark.parametrize("directions", ["rowwise", "both"])
-@pytest.mark.parametrize("text", SOME)
+@pytest.mark.parametrize("text", ONE_PER_LAYOUT)
 @each_arch
-def test_code(arch, text, directions):
+def test_code_of_tiles(arch, text, directions):
     config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
     assert f"cvt.rn.satfinite.{FORMATS[text].element.name}x2.f32" in check_code(config, arch)
 
@@ -196,21 +201,22 @@ def test_code_of_rows(arch, text):
     assert f"cvt.rn.satfinite.{fmt.element.name}x2.f32" in check_code(config, arch)
 
 
-#: Format, dtype, warps a row and rows a warp: blocks of two lanes and of eight, several rows too.
+#: Format, dtype, warps per row and rows per warp; blocks span two or eight lanes.
 ROWS = [
-    *(("fp8_block", "bfloat16", 1, 4), ("fp8_block", "bfloat16", 2, 1)),
-    *(
-        (ANY_SCALE, "float32", 1, 2),
-        ("mxfp8", "bfloat16", 1, 8),
-        ("mxfp8:dtype=e5m2", "float16", 1, 1),
-    ),
-    *(("fp8", "bfloat16", 1, 4), ("fp8", "float32", 2, 1)),
-    *(("fp8:dtype=e5m2", "bfloat16", 1, 1), ("fp8:dtype=e5m2", "float16", 1, 2)),
+    ("fp8_block", "bfloat16", 1, 4),
+    ("fp8_block", "bfloat16", 2, 1),
+    (ANY_SCALE, "float32", 1, 2),
+    ("mxfp8", "bfloat16", 1, 8),
+    ("mxfp8:dtype=e5m2", "float16", 1, 1),
+    ("fp8", "bfloat16", 1, 4),
+    ("fp8", "float32", 2, 1),
+    ("fp8:dtype=e5m2", "bfloat16", 1, 1),
+    ("fp8:dtype=e5m2", "float16", 1, 2),
 ]
 
 
 @pytest.mark.parametrize(("text", "dtype", "warps", "rows"), ROWS)
-def test_rows(text, dtype, warps, rows):
+def test_rows_of_all_formats(text, dtype, warps, rows):
     for i, case in enumerate(cases_of(text)):
         problem = ragged(*case, dtype)
         config = RowsConfig(

@@ -1,3 +1,5 @@
+"""Generated code: exact arithmetic, no spills, and what configurations allow."""
+
 import dataclasses
 import re
 
@@ -6,13 +8,8 @@ import pytest
 from cute_kernels.formats import MXFP8, NVFP4
 from cute_kernels.kernels.gemm.variants import kernel_specs
 from cute_kernels.kernels.quantize.choose import choose_row_config
-from cute_kernels.kernels.quantize.config import (
-    AmaxConfig,
-    Prologue,
-    QuantizeProblem,
-    RowsConfig,
-    TileConfig,
-)
+from cute_kernels.kernels.quantize.config import Prologue, QuantizeProblem, RowsConfig, TileConfig
+from cute_kernels.kernels.quantize.pass_config import AmaxConfig
 from cute_kernels.testing.compiled import compile_for_emulator
 from tests.helpers import DTYPES
 
@@ -41,26 +38,24 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_arithmetic_is_exact(config):
-    """No spills, flushed denormals, approximations or fused multiply-adds; the hardware's
-    conversions.
-    """
+def test_arithmetic_of_quantizers_is_exact(config):
+    """No spills, flushed denormals, approximations or fused multiply-adds; hardware conversions."""
     ptx = check_code(config, config.arch)
     if not isinstance(config, AmaxConfig):
         for instruction in ("div.rn.f32", "rcp.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"):
             assert instruction in ptx
-        # sm_90a has none: its codes are rounded by fp16 instructions.
+        # sm_90a has no such conversion: fp16 instructions round its codes.
         assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == (config.arch == ARCH)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES])
-def test_tile_barriers_are_enough(dtype):
+def test_tiles_in_flight_have_enough_barriers(dtype):
     """A team has two arrival barriers, so no more tiles than that may be in flight."""
     config = TileConfig("nvfp4", dtype)
     assert config.num_teams <= config.num_stages <= 2 * config.num_teams
 
 
-def test_configurations_say_what_they_take():
+def test_configurations_give_reasons():
     problem = QuantizeProblem("bfloat16", 4096)
     rows = choose_row_config(BY_ROW, problem)
     assert rows.can_implement(problem) and rows.warps_per_row == 2
@@ -75,29 +70,29 @@ def test_configurations_say_what_they_take():
     assert choose_row_config(MXFP8(), short, "sm_90a").rows_per_warp == 4
 
 
-def facts(spec):
-    """What a variant has that another may not: its class with each field and value."""
+def properties(spec):
+    """Return the class of a variant with each of its fields and values."""
     fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
     return {(type(spec), *field) for field in fields.items()}
 
 
-def sample(specs):
-    """Few variants, which have every tile and every value of every option among them."""
-    left, chosen = list(specs), []
-    missing = set().union(*map(facts, left))
+def cover_properties(specs):
+    """Return few variants that together have every value of every field."""
+    remaining, chosen = list(specs), []
+    missing = set().union(*map(properties, remaining))
     while missing:
-        best = max(left, key=lambda spec: len(facts(spec) & missing))
+        best = max(remaining, key=lambda spec: len(properties(spec) & missing))
         chosen.append(best)
-        missing -= facts(best)
+        missing -= properties(best)
     return chosen
 
 
-GEMMS = [(arch, spec) for arch in ARCHITECTURES for spec in sample(kernel_specs(arch))]
+GEMMS = [(arch, spec) for arch in ARCHITECTURES for spec in cover_properties(kernel_specs(arch))]
 
 
 @pytest.mark.parametrize(("arch", "spec"), GEMMS, ids=str)
-def test_arithmetic_of_products_is_exact(arch, spec):
-    """No flushed denormals and no approximations, but for reciprocals that are rounded afterwards."""
+def test_arithmetic_of_gemms_is_exact(arch, spec):
+    """Only reciprocals may be approximate or flush denormals; they are rounded afterwards."""
     ptx = compile_for_emulator(spec, arch).ptx
     assert ".entry" in ptx
     assert not re.findall(

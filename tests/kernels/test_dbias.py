@@ -1,8 +1,10 @@
+"""Kernels of grouped_dbias, against the reference bit for bit."""
+
 import pytest
 import torch
 
 from cute_kernels import backend
-from cute_kernels.kernels.quantize.config import DbiasConfig
+from cute_kernels.kernels.quantize.pass_config import DbiasConfig
 from cute_kernels.ops.checks import unchecked_end_rows
 from tests.helpers import (
     DTYPES,
@@ -33,7 +35,7 @@ CASES = {
 
 
 def gradient(rows, cols, offs, dtype="bfloat16"):
-    """Numbers of very different sizes, so that the order of a sum shows; NaN in the tail."""
+    """Return numbers of very different sizes, so that the order of sums shows; NaN in the tail."""
     generator = seeded_generator(0)
     dy = torch.randn(rows, cols, generator=generator)
     dy *= torch.exp2(torch.randint(-8, 9, (rows, cols), generator=generator).float())
@@ -43,14 +45,14 @@ def gradient(rows, cols, offs, dtype="bfloat16"):
 
 @pytest.mark.parametrize("dtype", [*DTYPES])
 @each_arch
-def test_sums(arch, dtype):
+def test_sums_of_ragged_groups(arch, dtype):
     for rows, cols, offs in CASES.values():
         dy = gradient(rows, cols, offs, dtype)
         check(arch, lambda dy=dy, offs=offs: dbias(dy, offs))
 
 
 @each_arch
-def test_uniform_groups(arch):
+def test_sums_of_uniform_groups(arch):
     dy = gradient(3 * 130, 72, offs_tensor(390)).view(3, 130, 72)
     check(arch, lambda: dbias(dy))
     check(arch, lambda: dbias(dy[:, ::2, 1:]))
@@ -72,22 +74,22 @@ def test_more_than_a_thousand_groups(arch):
     check(arch, lambda: dbias(dy, offs))
 
 
-def test_special_values():
-    for dtype in DTYPES.values():
-        info = torch.finfo(dtype)
-        numbers = [0.0, -0.0, info.max, -info.max, info.tiny / 2, -info.tiny / 4]
-        numbers += [torch.inf, -torch.inf, torch.nan]
-        generator = seeded_generator(1)
-        dy = torch.tensor(numbers)[torch.randint(0, 6, (300, 64), generator=generator)]
-        dy[:, 40:] = torch.tensor(numbers)[torch.randint(0, 9, (300, 24), generator=generator)]
-        dy[:, :8] = -0.0
-        dy = dy.to(dtype)
-        offs = offs_tensor(128, 129, 300)
-        assert not dbias(dy, offs)[:, :8].view(I32).any()  # zeros of positive sign
-        check("sm_100a", lambda dy=dy, offs=offs: dbias(dy, offs))
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_special_values(dtype):
+    info = torch.finfo(dtype)
+    numbers = [0.0, -0.0, info.max, -info.max, info.tiny / 2, -info.tiny / 4]
+    numbers += [torch.inf, -torch.inf, torch.nan]
+    generator = seeded_generator(1)
+    dy = torch.tensor(numbers)[torch.randint(0, 6, (300, 64), generator=generator)]
+    dy[:, 40:] = torch.tensor(numbers)[torch.randint(0, 9, (300, 24), generator=generator)]
+    dy[:, :8] = -0.0
+    dy = dy.to(dtype)
+    offs = offs_tensor(128, 129, 300)
+    assert not dbias(dy, offs)[:, :8].view(I32).any()  # zeros of positive sign
+    check("sm_100a", lambda: dbias(dy, offs))
 
 
-def test_only_the_rows_of_groups_are_read():
+def test_only_rows_of_groups_are_read():
     rows, cols, offs = CASES["tail"]
     dy = gradient(rows, cols, offs)
     live = int(offs[-1])
@@ -100,13 +102,22 @@ def test_only_the_rows_of_groups_are_read():
 
 
 @unchecked_end_rows()
-def test_any_offsets_and_layout_and_grid():
+@pytest.mark.parametrize("num_sms", [1, 7])
+def test_end_rows_outside_of_the_buffer_are_clamped(num_sms):
     dy = gradient(140, 64, offs_tensor(140))
-    wild = offs_tensor(-5, 20, 1000, 2**31 - 1)
-    for num_sms in (1, 7):
-        check("sm_90a", lambda: dbias(dy, wild), num_sms=num_sms)
+    outside = offs_tensor(-5, 20, 1000, 2**31 - 1)
+    check("sm_90a", lambda: dbias(dy, outside), num_sms=num_sms)
+
+
+def test_views():
+    dy = gradient(140, 64, offs_tensor(140))
     for view in (dy[:, 3:43], dy[1:, :].t(), dy.flatten()[3:8835].view(138, 64)):
         check("sm_90a", lambda view=view: dbias(view, offs_tensor(20, view.shape[0])))
+
+
+@unchecked_end_rows()
+def test_falling_end_rows_stay_in_the_buffer():
+    dy = gradient(140, 64, offs_tensor(140))
     out = torch.zeros(2, 64)
     falling = offs_tensor(100, 20)
     with watching(dy, falling, out), backend("emulated:sm_90a"):
@@ -115,5 +126,5 @@ def test_any_offsets_and_layout_and_grid():
 
 
 @pytest.mark.parametrize("config", [DbiasConfig("bfloat16"), DbiasConfig("float32")], ids=str)
-def test_code(config):
+def test_generated_code_is_exact_without_spills(config):
     check_code(config, "sm_90a")

@@ -1,3 +1,5 @@
+"""Kernels of grouped_dequantize, against the reference bit for bit."""
+
 import itertools
 import pickle
 
@@ -37,7 +39,7 @@ from .op_support import (
 )
 from .quantize_support import ragged_cases
 
-#: Text of the format, and whether it is the columnwise copy.
+#: (format text, True for the columnwise copy).
 KINDS = {
     "rowwise": ("nvfp4", False),
     "row-scaled": ("nvfp4:row_scaled", False),
@@ -45,25 +47,31 @@ KINDS = {
     "transformed": ("nvfp4:hadamard", True),
 }
 _BYTES = (
-    *(FP8Block(), FP8Block(dtype=E5M2), FP8Block(block=(128, 128))),
-    *(MXFP8(), MXFP8(E5M2), MXFP8(block=(32, 32)), FP8(), FP8(E5M2, "delayed")),
+    FP8Block(),
+    FP8Block(dtype=E5M2),
+    FP8Block(block=(128, 128)),
+    MXFP8(),
+    MXFP8(E5M2),
+    MXFP8(block=(32, 32)),
+    FP8(),
+    FP8(E5M2, "delayed"),
 )
-#: The same of formats of FP8 codes.
+#: The same for formats with FP8 codes.
 BYTE_KINDS = {
-    f"{fmt.text} {'columnwise' if way else 'rowwise'}": (fmt.text, way)
-    for fmt, way in itertools.product(_BYTES, (False, True))
+    f"{fmt.text} {'columnwise' if columnwise else 'rowwise'}": (fmt.text, columnwise)
+    for fmt, columnwise in itertools.product(_BYTES, (False, True))
 }
-#: One of each layout of scales.
-SOME = [k for k, (text, _) in BYTE_KINDS.items() if ":" not in text or "128x128" in text]
+#: One kind per layout of scales.
+ONE_PER_LAYOUT = [k for k, (text, _) in BYTE_KINDS.items() if ":" not in text or "128x128" in text]
 each_kind = pytest.mark.parametrize("kind", [*KINDS])
 RAGGED = ragged_cases("odd rows, K past two strips", 128, 16, 272, 48, 32, 144, 16)
 UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two tiles": (3, 129, 48)}
 
 
 def arguments(shape, offs, kind, dtype="bfloat16"):
-    """Random bytes, and fp32 numbers of all sizes, half finite in any dtype;
+    """Return random bytes, and fp32 numbers of all sizes, half of them finite in any dtype.
 
-    K of MXFP8 is twice that of ``shape``.
+    For MXFP8, K is twice that of ``shape``.
     """
     text, columnwise = (KINDS | BYTE_KINDS)[kind]
     fmt, generator = parse(text), seeded_generator(sum(shape))
@@ -75,19 +83,21 @@ def arguments(shape, offs, kind, dtype="bfloat16"):
 
 
 def random_buffer(spec, generator):
+    """Return random bytes; fp32 amaxes and scales are mostly finite numbers."""
     if spec.dtype == F32:
         numbers = torch.exp2(torch.rand(spec.shape, generator=generator) * 20 - 10)
-        pick = torch.randint(0, 10, spec.shape, generator=generator)
+        choice = torch.randint(0, 10, spec.shape, generator=generator)
         return torch.where(
-            pick < 5, torch.tensor([0.0, 1e-45, 1e-38, 3e38, torch.inf])[pick % 5], numbers
+            choice < 5, torch.tensor([0.0, 1e-45, 1e-38, 3e38, torch.inf])[choice % 5], numbers
         )
-    whole = (*spec.shape[:-1], spec.pitch or spec.shape[-1])
-    return torch.randint(0, 256, whole, generator=generator, dtype=U8).view(spec.dtype)[
+    padded_shape = (*spec.shape[:-1], spec.pitch or spec.shape[-1])
+    return torch.randint(0, 256, padded_shape, generator=generator, dtype=U8).view(spec.dtype)[
         ..., : spec.shape[-1]
     ]
 
 
 def dequantize(args, **out):
+    """Call the op on the result of ``arguments``; with ``out`` its out form."""
     *copy, offs, rows, dtype, text, columnwise = args
     call = dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
     if out:
@@ -110,33 +120,35 @@ def test_ragged_groups(arch, kind):
 
 
 @pytest.mark.parametrize("kind", [*BYTE_KINDS])
-def test_ragged_groups_of_bytes(kind):
+def test_ragged_groups_of_byte_formats(kind):
     for i, case in enumerate(RAGGED):
         check_case(ARCHITECTURES[i % 2], kind, "float32", case)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("kind", ["rowwise", "columnwise", "transformed"])
-def test_other_dtypes(kind, dtype):
+def test_fp16_and_fp32_outputs(kind, dtype):
     for case in ("odd rows, K past two strips", "tail", "one row"):
         check_case("sm_90a", kind, dtype, case)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *SOME])
+@pytest.mark.parametrize("kind", [*KINDS, *ONE_PER_LAYOUT])
 def test_uniform_groups(kind):
     for i, shape in enumerate(UNIFORM.values()):
-        args = arguments(shape, None, kind, "float16" if kind in SOME and i else "bfloat16")
+        args = arguments(
+            shape, None, kind, "float16" if kind in ONE_PER_LAYOUT and i else "bfloat16"
+        )
         arch = ARCHITECTURES[kind in KINDS]
         check(arch, lambda args=args: dequantize(args))
 
 
 @each_mode
-@pytest.mark.parametrize("kind", [*KINDS, *SOME])
+@pytest.mark.parametrize("kind", [*KINDS, *ONE_PER_LAYOUT])
 def test_any_order_of_warps(kind, mode):
     check_case("sm_90a", kind, "bfloat16", "odd rows, K past two strips", num_sms=1, **mode)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *SOME])
+@pytest.mark.parametrize("kind", [*KINDS, *ONE_PER_LAYOUT])
 def test_more_than_a_thousand_groups(kind):
     offs = offs_of_many_groups()
     args = arguments((int(offs[-1]) + 5, 16), offs, kind)
@@ -144,35 +156,35 @@ def test_more_than_a_thousand_groups(kind):
 
 
 @each_kind
-def test_only_the_rows_of_groups_are_touched(kind):
+def test_only_rows_of_groups_are_touched(kind):
     rows, cols, offs = RAGGED["tail"]
     args = arguments((rows, cols), offs, kind)
     codes, scales, amax = args[:3]
     live = int(offs[-1])
     out = torch.full((rows, cols), -7.0, dtype=BF16)
     if args[-1]:
-        spare = [codes]
+        readable = [codes]
         needed = [amax, offs]
     else:
         pitch = codes.stride(0)
-        # Whole rows, and of the last one no byte past K.
+        # Full rows, except the padding of the last one.
         needed = [
             codes.as_strided((rows * pitch,), (1,))[: (live - 1) * pitch + cols // 2],
             amax,
             offs,
         ]
-        spare = []
+        readable = []
         if kind == "row-scaled":
             needed[1] = amax[:live]
     needed = [array_of(t) for t in (*needed, out[:live])]
     with backend("emulated:sm_90a"):
-        check_touched(lambda: dequantize(args, out=out), needed, [scales.numpy(), *spare])
+        check_touched(lambda: dequantize(args, out=out), needed, [scales.numpy(), *readable])
     assert (out[live:] == -7).all()
     assert_same_bytes(out[:live], dequantize(args)[:live], any_nan=True)
 
 
 @pytest.mark.parametrize("live", [0, 219, 259, 260])
-def test_the_tail_of_a_fresh_result_is_zero(live):
+def test_the_tail_of_a_new_result_is_zero(live):
     args = arguments((260, 144), offs_tensor(0, 0, live), "row-scaled")
     want = dequantize(args)
     storage = torch.full((2, 260, 144), -7.0, dtype=BF16)
@@ -186,9 +198,9 @@ def test_the_tail_of_a_fresh_result_is_zero(live):
         assert (out[live:] == (0 if fresh else -7)).all()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *SOME])
+@pytest.mark.parametrize("kind", [*KINDS, *ONE_PER_LAYOUT])
 @unchecked_end_rows()
-def test_any_offsets_and_grid(kind):
+def test_invalid_end_rows(kind):
     args = arguments((140, 64), offs_tensor(-5, 20, 1000, 2**31 - 1), kind)
     for num_sms in (1, 7):
         check("sm_90a", lambda: dequantize(args), num_sms=num_sms)
@@ -199,9 +211,9 @@ def test_any_offsets_and_grid(kind):
 
 
 @each_kind
-def test_code(kind):
+def test_generated_code_is_exact_without_spills(kind):
     text, columnwise = KINDS[kind]
     config = choose_dequantize_config(parse(text), "bfloat16", "ragged", columnwise)
     assert pickle.loads(pickle.dumps(config)) == config
-    # An FMA may be a quarter, which ptxas cannot make part of the product before it.
+    # The only FMA allowed multiplies by 1/4; ptxas cannot fuse it with another product.
     check_code(config, "sm_90a", r"\.ftz|\.approx|\bfma\.(?!.*0f3E800000, zero)")

@@ -1,3 +1,5 @@
+"""Kernels that expand codes or arrange activations before a GEMM of sm_90a."""
+
 import pytest
 import torch
 
@@ -8,10 +10,10 @@ from tests.helpers import BF16, F16, U8, offs_tensor
 from .gemm_support import compiled, quantize, randn
 from .op_support import array_of, check_touched, watching
 
-#: Rows of the buffer, K, the end rows of groups and the slot tiles up to the last row of one.
+#: Rows of the buffer, K, end rows, and the slot tiles up to the last row of a group.
 ROWS, COLS, OFFS, TILES = 400, 320, offs_tensor(100, 100, 230), 4
 LIVE = 230
-WILD = {
+INVALID_END_ROWS = {
     "falling": offs_tensor(100, 20, 7),
     "negative": offs_tensor(-5, -(2**31), 30),
     "past the buffer": offs_tensor(10, 401, 2**31 - 1),
@@ -19,7 +21,7 @@ WILD = {
 }
 
 
-def outputs(dtype):
+def make_output(dtype):
     return torch.full((ROWS, 384), -7.0, dtype=dtype)
 
 
@@ -29,18 +31,18 @@ def codes_and_scales():
     return operand.codes.contiguous(), operand.scales
 
 
-def test_expand_leaves_the_tail_alone():
+def test_expand_leaves_the_tail_unchanged():
     codes, scales = codes_and_scales()
     assert codes.shape == (ROWS, 160) and len(scales) > TILES
-    out = outputs(F16)
+    out = make_output(F16)
     kernel = compiled(ExpandConfig(is_ragged=True), "sm_90a")
     needed = [codes[:LIVE], scales[:TILES], OFFS, out[:LIVE]]
     check_touched(lambda: kernel(codes, scales, OFFS, out, 2), [*map(array_of, needed)])
     assert (out[LIVE:] == -7).all() and not (out[:LIVE] == -7).all(1).any()
 
 
-def test_arrange_leaves_the_tail_alone():
-    x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(BF16)
+def test_arrange_leaves_the_tail_unchanged():
+    x, out = randn(ROWS, COLS, seed=0).bfloat16(), make_output(BF16)
     kernel = compiled(ArrangeConfig("bfloat16"), "sm_90a")
     check_touched(
         lambda: kernel(x, None, OFFS, out, 2), [*map(array_of, [x[:LIVE], OFFS, out[:LIVE]])]
@@ -48,8 +50,8 @@ def test_arrange_leaves_the_tail_alone():
     assert (out[LIVE:] == -7).all()
 
 
-def test_gathered_rows_are_arranged_as_copied_ones():
-    x, plain, out = randn(50, COLS, seed=0).bfloat16(), outputs(BF16), outputs(BF16)
+def test_gathered_rows_are_arranged_like_copied_rows():
+    x, plain, out = randn(50, COLS, seed=0).bfloat16(), make_output(BF16), make_output(BF16)
     index = torch.randint(0, 50, (ROWS,), generator=torch.Generator().manual_seed(0)).int()
     index[[0, 3, 9, 229]] = torch.tensor([-1, 50, 2**31 - 1, -(2**31)], dtype=torch.int32)
     is_token = (index >= 0) & (index < 50)
@@ -61,13 +63,13 @@ def test_gathered_rows_are_arranged_as_copied_ones():
     assert torch.equal(out, plain)
 
 
-@pytest.mark.parametrize("wild", [*WILD])
-def test_end_rows_that_break_the_rules_do_no_harm(wild):
-    offs = WILD[wild]
+@pytest.mark.parametrize("case", [*INVALID_END_ROWS])
+def test_invalid_end_rows_stay_in_the_buffers(case):
+    offs = INVALID_END_ROWS[case]
     codes = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4()).codes.contiguous()
     scales = torch.zeros(ROWS // 128 + len(offs), 5, 512, dtype=U8)
-    x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(BF16)
-    values, index = outputs(F16), offs.new_full((ROWS,), 2)
+    x, out = randn(ROWS, COLS, seed=0).bfloat16(), make_output(BF16)
+    values, index = make_output(F16), offs.new_full((ROWS,), 2)
     with watching(codes, scales, offs, values, x, out, index):
         compiled(ExpandConfig(is_ragged=True), "sm_90a")(codes, scales, offs, values, 2)
         compiled(ArrangeConfig("bfloat16"), "sm_90a")(x, None, offs, out, 2)

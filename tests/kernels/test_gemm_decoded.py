@@ -1,4 +1,4 @@
-"""Products of plain A and codes of B, which warps of sm_100a decode, to the bit."""
+"""GEMMs of plain A and codes of B, which warps of sm_100a decode, bit for bit."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from .op_support import each_mode
 BF16, FP16 = (Sm100GemmConfig(dtype, b_operand="nvfp4") for dtype in ("bfloat16", "float16"))
 PAIR, NARROW_PAIR = Sm100Tile(256, 256, 2), Sm100Tile(256, 128, 2)
 SWAPPED, FEW_ROWS = Sm100Tile(128, 64, swap_ab=True), Sm100Tile(128, 32, swap_ab=True)
-#: Options and tiles spread over the formats of B.
+#: Options and tiles, varied over the formats of B.
 CONFIGS = {
     "nvfp4": replace(FP16, out_dtype="float32", bias_dtype="bfloat16"),
     "nvfp4 256x256": replace(BF16, tile=PAIR),
@@ -57,25 +57,25 @@ each_config = pytest.mark.parametrize("name", [*CONFIGS])
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4 256x128", "nvfp4 few rows", "nvfp4 partial"])
-def test_shapes(name, shape):
+def test_all_shapes(name, shape):
     m_grouped(CONFIGS[name], *shape).check()
 
 
 @each_config
 def test_every_format_and_tile(name):
-    # One cluster, so that every ring of stages is gone through more than once.
+    # One cluster, so that every pipeline wraps around.
     config = CONFIGS[name]
     m_grouped(config, [3, 0, 130], 392, 1056, 5).check(config.tile.num_ctas)
 
 
 @pytest.mark.parametrize("name", [n for n in CONFIGS if "mxfp8" not in n])
-def test_dgrad_reads_a_columnwise_copy(name):
+def test_dgrad_with_a_columnwise_copy(name):
     m_grouped(CONFIGS[name], [5, 130], 136, 144, 3, columnwise_b=True).check()
 
 
 @each_config
 def test_every_code_and_scale(name):
-    """Rows of A pick elements of B one by one, so sums hide nothing; NaN and Inf among them."""
+    """Rows of A select elements of B one by one, so that sums hide nothing, not even NaN."""
     config = replace(CONFIGS[name], bias_dtype=None, accumulate=False)
     config = replace(config, has_alpha=False, out_dtype="float32")
     product = m_grouped(config, [128], 264, 128)
@@ -88,12 +88,12 @@ def test_every_code_and_scale(name):
     b = product.b
     if b.amax is not None:
         b.amax.fill_(1 / config.b_kind.global_scale_factor)
-    for part in (b.codes, b.scales):
-        if part is not None:
-            data = part.view(U8)
-            data.copy_(torch.randint(0, 256, data.shape, generator=generator))
+    for tensor in (b.codes, b.scales):
+        if tensor is not None:
+            stored = tensor.view(U8)
+            stored.copy_(torch.randint(0, 256, stored.shape, generator=generator))
     if config.b_kind.has_row_scales:
-        # Powers of two and others, so large and small that values leave the range of dtypes.
+        # Scales of all sizes, so that values overflow and underflow the dtypes.
         exponents = torch.randint(-149, 128, b.scales.shape, generator=generator).double()
         b.scales.copy_((torch.rand(b.scales.shape, generator=generator) + 1) * 2.0**exponents)
     product.check(config.tile.num_ctas, any_nan=True)
@@ -107,14 +107,14 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 
 
 @pytest.mark.parametrize("name", ["nvfp4 256x256", "nvfp4 few rows", "fp8_block squares", "mxfp8"])
-def test_banks_of_shared_memory_take_few_turns(name):
-    """Codes and values none; scale words are read 32 rows at a time, which lie on 8 banks."""
+def test_shared_memory_has_few_bank_conflicts(name):
+    """Codes and values have none; scale words of 32 rows are read at once and lie on 8 banks."""
     config = CONFIGS[name]
-    turns = []
+    counts = []
     for k in (512, 1024):
         emulator.reset_stats()
         m_grouped(config, [16], 256, k).run(config.tile.num_ctas)
         stats = emulator.stats()
-        turns.append((stats["smem_wavefronts"], stats["smem_accesses"]))
-    wavefronts, accesses = (after - before for before, after in zip(*turns, strict=True))
+        counts.append((stats["smem_wavefronts"], stats["smem_accesses"]))
+    wavefronts, accesses = (after - before for before, after in zip(*counts, strict=True))
     assert wavefronts <= 1.1 * accesses

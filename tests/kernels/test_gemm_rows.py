@@ -1,6 +1,4 @@
-"""Which rows of its buffers a GEMM touches, on either architecture: with end rows that break every
-rule, too.
-"""
+"""Rows that a GEMM reads and writes, on both architectures, also for invalid end rows."""
 
 from dataclasses import replace
 
@@ -25,8 +23,8 @@ from .gemm_support import (
 from .op_support import MODES, watching
 
 SMALLEST, LARGEST = -(2**31), 2**31 - 1
-#: For groups of 130, 10 and 60 rows in a buffer of 211.
-WILD = {
+#: Invalid end rows for groups of 130, 10 and 60 rows in a buffer of 211.
+INVALID_END_ROWS = {
     "negative": offs_tensor(-5, -1, -300),
     "falling": offs_tensor(200, 60, 10),
     "falls and rises": offs_tensor(150, 20, 211),
@@ -36,7 +34,7 @@ WILD = {
     "smallest, then largest": offs_tensor(SMALLEST, LARGEST, 211),
     "largest, then smallest": offs_tensor(LARGEST, SMALLEST, LARGEST),
 }
-#: One configuration for each way to find a tile's rows.
+#: One configuration per method to find the rows of a tile.
 CONFIGS = {
     "sm_90a nvfp4": sm90.FPROP_ALL,
     "sm_90a cluster": sm90.CLUSTER,
@@ -52,9 +50,9 @@ CONFIGS = {
     "sm_90a spread": sm90.SPREAD,
     "sm_90a w4a16": sm90.W4A16,
     "sm_90a fp8_block": replace(fp8.UNSWAPPED, zero_tail=True),
-    "sm_90a squares x rows": fp8.TURNED,
-    "sm_90a uneven fp8": fp8.MIXED["fast"],
-    "sm_90a uneven fp8_block": fp8.MIXED["block"],
+    "sm_90a squares x rows": fp8.SQUARES_TIMES_ROWS,
+    "sm_90a uneven fp8": fp8.DYNAMIC["fast"],
+    "sm_90a uneven fp8_block": fp8.DYNAMIC["block"],
     "sm_90a wgrad": sm90.WGRAD_ADD,
     "sm_90a rows x squares wgrad": fp8.WGRADS["rows x squares"],
     "sm_90a bf16 wgrad": sm90.PLAIN_WGRAD,
@@ -109,7 +107,7 @@ def test_the_tail_can_be_zeroed(config, device):
         if c.grouping == "m_grouped" and not c.zero_tail
     ],
 )
-def test_only_rows_of_groups_are_touched(config):
+def test_only_rows_of_groups_are_written(config):
     check_live_rows(config)
 
 
@@ -119,28 +117,28 @@ def test_more_groups_than_a_window_of_the_scheduler(config):
 
 
 @pytest.mark.parametrize("config", FAR, ids=str)
-def test_offsets_past_2_to_the_31(config):
+def test_element_offsets_past_2_to_the_31(config):
     check_far_rows(config)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_wild_end_rows_do_no_harm(config):
+def test_invalid_end_rows_stay_in_the_buffers(config):
     product = product_of(config, [130, 10, 60], 72, 96, 11)
-    # Storage of the buffers alone: that is what is watched.
+    # Copy the output, because watching covers whole storages.
     prepared = product.prepared(product.before.clone(), 2)
-    for offs in WILD.values():
+    for offs in INVALID_END_ROWS.values():
         arguments = prepared._replace(offs=offs)
         with watching(*arguments):
             product.launch(arguments)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_rows_that_no_group_has_stay(config):
-    """End rows that are not above 0, or all empty groups: nothing to write; zeros in wgrad."""
+def test_rows_of_no_group_are_unchanged(config):
+    """End rows at or below 0 make all groups empty: nothing is written, or zeros in wgrad."""
     product = product_of(config, [0, 0, 0], 72, 96, 200)
     keeps = config.accumulate or config.grouping == "m_grouped" and not config.zero_tail
     want = product.before if keeps else 0
-    for offs in (offs_tensor(0, 0, 0), WILD["negative"], WILD["smallest"]):
+    for offs in (offs_tensor(0, 0, 0), INVALID_END_ROWS["negative"], INVALID_END_ROWS["smallest"]):
         product.offs = offs
         out = product.run(2)
         assert out.equal(torch.zeros_like(out) + want)

@@ -1,3 +1,5 @@
+"""NVFP4 and plain GEMMs of sm_100a against the tensor-core reference, bit for bit."""
+
 from dataclasses import replace
 
 import pytest
@@ -18,7 +20,7 @@ FPROP_FP32 = Sm100GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias
 WGRAD = Sm100GemmConfig("nvfp4", grouping="k_grouped", out_dtype="float32")
 WGRAD_ADD = replace(WGRAD, accumulate=True, has_alpha=True)
 
-#: One product for each of the other tiles, with the options spread over them.
+#: One configuration per remaining tile, with varied options.
 TILED = {
     "128x64": replace(FPROP_FP32, tile=Sm100Tile(128, 64)),
     "256x128": replace(WGRAD_ADD, tile=Sm100Tile(256, 128, 2)),
@@ -42,7 +44,7 @@ PLAIN_DGRAD = Sm100GemmConfig(
 PLAIN_WGRAD = Sm100GemmConfig(
     "bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=Sm100Tile(256, 128, 2)
 )
-#: (rows of each group, N, K, rows of the tail), K not in blocks.
+#: (rows of each group, N, K, rows of the tail); K is not a multiple of blocks.
 PLAIN_SHAPES = {
     "one row": ([1], 8, 8, 0),
     "whole tiles": ([128, 256], 128, 128, 0),
@@ -56,7 +58,7 @@ PLAIN_SHAPES = {
     [PLAIN, PLAIN_FEW_ROWS, PLAIN_DGRAD, PLAIN_WGRAD],
     ids=["fprop", "few rows", "dgrad", "wgrad"],
 )
-def test_plain_operands(config, shape):
+def test_plain_operands_of_all_shapes(config, shape):
     product_of(config, *shape).check()
 
 
@@ -66,24 +68,24 @@ def test_plain_operands(config, shape):
     [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 partial"]],
     ids=["row-scaled", "all", "fp32", "partial"],
 )
-def test_fprop(config, shape):
+def test_fprop_of_all_shapes(config, shape):
     m_grouped(config, *shape).check()
 
 
 @pytest.mark.parametrize("k", [32, 144, 320])
 @pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
-def test_dgrad_reads_a_columnwise_copy(config, k):
+def test_dgrad_with_a_columnwise_copy(config, k):
     m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True).check()
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES.values(), ids=WGRAD_SHAPES)
 @pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD], ids=["overwrite", "accumulate"])
-def test_wgrad(config, shape):
+def test_wgrad_of_all_shapes(config, shape):
     k_grouped(config, *shape).check()
 
 
 def tiled_products(name):
-    """Products of a tile, and how many CTAs to run them on: enough tiles to fill rings twice."""
+    """Return products of a tile and the number of SMs to run them on, with tiles for two rounds."""
     config = TILED[name]
     num_sms = config.tile.num_ctas
     if config.grouping == "k_grouped":
@@ -94,20 +96,20 @@ def tiled_products(name):
     ]
 
 
-#: Rows of groups around every boundary of a tile that swaps operands if it is partial: the steps of
-#: an instruction, the blocks of loads and stores, the halves of a pair of CTAs, the whole tile.
+#: Row counts around every boundary of a tile that swaps operands if it is partial: steps of an
+#: instruction, blocks of loads and stores, halves of a CTA pair, the full tile.
 TAILS = [1, 15, 16, 17, 0, 31, 33, 95, 97, 112, 127, 128, 129, 0, 160, 240, 241, 255, 256, 257, 447]
 
 
 @pytest.mark.parametrize("name", ["256x256 partial", "128x128 partial", "swapped 128x64"])
 def test_tails_of_every_length(name):
-    # One cluster works on partial and whole tiles by turns.
+    # One cluster alternates between partial and full tiles.
     product = m_grouped(TILED[name], TAILS, 264, 96, tail=3)
     product.check(product.config.tile.num_ctas)
 
 
 @pytest.mark.parametrize("name", ["256x256 partial", "128x128 partial"])
-def test_no_two_accesses_of_shared_memory_want_the_same_bank(name):
+def test_shared_memory_has_no_bank_conflicts(name):
     product = m_grouped(TILED[name], [256, 0, 200], 264, 64)
     emulator.reset_stats()
     product.run(2)
@@ -115,7 +117,7 @@ def test_no_two_accesses_of_shared_memory_want_the_same_bank(name):
     assert 0 < stats["smem_wavefronts"] <= stats["smem_accesses"]
 
 
-def test_tails_add_to_the_output_of_two_ctas():
+def test_partial_tiles_of_two_ctas_accumulate():
     config = replace(FPROP_ALL, tile=TILED["256x256 partial"].tile)
     m_grouped(config, [300, 0, 70, 256], 392, 160, tail=5).check(4)
 
@@ -126,10 +128,10 @@ def test_every_tile(name):
         product.check(num_sms)
 
 
-def test_wgrad_of_an_empty_group_is_zero_or_untouched():
+def test_wgrad_of_an_empty_group_is_zero_or_unchanged():
     zeros = k_grouped(WGRAD, [4, 0], 8, 16).run()[1]
     assert zeros.equal(torch.zeros(8, 16)) and not zeros.signbit().any()
-    # Neither a negative factor nor an infinite one makes it anything else.
+    # Negative and infinite factors do not change that.
     product = k_grouped(replace(WGRAD, has_alpha=True, out_dtype="bfloat16"), [4, 0, 0, 9], 8, 16)
     product.alpha[1], product.a.amax[2] = -1.0, torch.inf
     product.check()
@@ -140,7 +142,7 @@ def test_wgrad_of_an_empty_group_is_zero_or_untouched():
 
 @each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
-    # One or two CTAs, so that every ring of stages is gone through more than once.
+    # One or two CTAs, so that every pipeline wraps around.
     products = (
         (m_grouped(FPROP, [70, 0, 5], 264, 288, tail=11), 1),
         (m_grouped(FPROP_ALL, [1, 140], 136, 32, tail=1), 2),

@@ -1,3 +1,5 @@
+"""FP8, FP8Block and MXFP8 GEMMs of sm_100a against the tensor-core reference, bit for bit."""
+
 import functools
 
 import pytest
@@ -5,7 +7,14 @@ import pytest
 import ptx_emulator as emulator
 from cute_kernels.kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 
-from .gemm_support import SHAPES, WGRAD_SHAPES, k_grouped, m_grouped, product_of, wild
+from .gemm_support import (
+    SHAPES,
+    WGRAD_SHAPES,
+    k_grouped,
+    m_grouped,
+    product_of,
+    randomize_codes_and_scales,
+)
 from .op_support import each_mode
 from .test_gemm_sm100 import TAILS
 
@@ -70,24 +79,24 @@ def dgrad(config, sizes, n, k, tail=0):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("config", M_GROUPED.values(), ids=M_GROUPED)
-def test_fprop(config, shape):
+def test_fprop_of_all_shapes(config, shape):
     sizes, n, k, tail = shape
-    # K of MXFP8 is in blocks.
+    # K of MXFP8 is a multiple of the block.
     k = -(-k // config.kind.k_align) * config.kind.k_align
     m_grouped(config, sizes, n, k, tail).check()
 
 
 @pytest.mark.parametrize("k", [48, 144, 272])
 @pytest.mark.parametrize("config", DGRAD.values(), ids=DGRAD)
-def test_dgrad_reads_a_columnwise_copy(config, k):
-    """Half of an instruction is past K, where codes may be anything: NaN, here."""
+def test_dgrad_with_a_columnwise_copy(config, k):
+    """The codes past K within an instruction may be anything; here they are NaN."""
     k = -(-k // config.kind.k_align) * config.kind.k_align
     dgrad(config, [100, 0, 5, 270], 136, k, 3).check()
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES.values(), ids=WGRAD_SHAPES)
 @pytest.mark.parametrize("config", K_GROUPED.values(), ids=K_GROUPED)
-def test_wgrad(config, shape):
+def test_wgrad_of_all_shapes(config, shape):
     k_grouped(config, *shape).check()
 
 
@@ -96,20 +105,22 @@ ALL_CONFIGS = M_GROUPED | {f"wgrad {name}": config for name, config in K_GROUPED
 
 @pytest.mark.parametrize("config", ALL_CONFIGS.values(), ids=ALL_CONFIGS)
 def test_every_code_and_scale(config):
-    wild(product_of(config, [20, 0, 5, 129], 136, 160, 11)).check(2, any_nan=True)
+    randomize_codes_and_scales(product_of(config, [20, 0, 5, 129], 136, 160, 11)).check(
+        2, any_nan=True
+    )
 
 
 @pytest.mark.parametrize("config", [M_GROUPED["mxfp8"], DGRAD["mxfp8"], M_GROUPED["fp8 all"]])
 def test_tails_of_every_length(config):
-    # One cluster works on partial and whole tiles by turns.
+    # One cluster alternates between partial and full tiles.
     m_grouped(config, TAILS, 264, 96, 3, columnwise_b=config.transpose_b).check(
         config.tile.num_ctas
     )
 
 
 @functools.cache
-def several(config):
-    """A product of more stages and tiles than fit into its rings, and its result."""
+def long_product(config):
+    """Return a product with more stages and tiles than its pipelines hold, and its output."""
     if config.grouping == "k_grouped":
         product = k_grouped(config, [100, 0, 5, 700], 136, 24, 1)
     else:
@@ -121,6 +132,6 @@ def several(config):
 @each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
     for config in dict.fromkeys([*M_GROUPED.values(), *DGRAD.values(), *K_GROUPED.values()]):
-        product, want = several(config)
+        product, want = long_product(config)
         with emulator.options(**mode):
             product.check(config.tile.num_ctas, want=want)

@@ -1,4 +1,4 @@
-"""sm_90a against the tensor-core reference: emulated, and on a Hopper GPU where there is one."""
+"""NVFP4 and plain GEMMs of sm_90a against the tensor-core reference, emulated and on a GPU."""
 
 from dataclasses import replace
 
@@ -14,13 +14,13 @@ from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_groupe
 from .op_support import each_mode
 
 
-def name_of(tile):
+def tile_name(tile):
     ctas = f"x{tile.num_ctas}" if tile.num_ctas > 1 else ""
     return f"{tile.m}x{tile.n}{ctas}{' fitted' * tile.row_fitted}"
 
 
-M_TILES = {name_of(tile): tile for tile in SM90_TILES if tile.swap_ab}
-K_TILES = {name_of(tile): tile for tile in SM90_TILES if not tile.swap_ab}
+M_TILES = {tile_name(tile): tile for tile in SM90_TILES if tile.swap_ab}
+K_TILES = {tile_name(tile): tile for tile in SM90_TILES if not tile.swap_ab}
 
 ADDS = {"has_alpha": True, "accumulate": True}
 FPROP = Sm90GemmConfig("nvfp4", row_scaled=True, tile=M_TILES["128x128"])
@@ -53,7 +53,7 @@ W4A16_ALL = Sm90GemmConfig(
     **ADDS,
 )
 
-#: What the kernel multiplies.
+#: Kinds of operands.
 KINDS = {
     "nvfp4": {"operand": "nvfp4"},
     "nvfp4 prepacked": {"operand": "nvfp4", "prepacked": True},
@@ -68,13 +68,13 @@ KINDS = {
     [FPROP, FPROP_ALL, FITTED, CLUSTER, PREPACKED, W4A16, W4A16_ALL],
     ids=["row-scaled", "all", "fitted", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
 )
-def test_fprop(config, shape, device):
+def test_fprop_of_all_shapes(config, shape, device):
     m_grouped(config, *shape).check(device=device)
 
 
 @pytest.mark.parametrize("k", [32, 144, 320])
 @pytest.mark.parametrize("config", [FPROP, W4A16], ids=["nvfp4", "w4a16"])
-def test_dgrad_reads_a_columnwise_copy(config, k, device):
+def test_dgrad_with_a_columnwise_copy(config, k, device):
     m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True).check(device=device)
 
 
@@ -82,34 +82,37 @@ def test_dgrad_reads_a_columnwise_copy(config, k, device):
 @pytest.mark.parametrize(
     "config", [WGRAD, WGRAD_ADD, WGRAD_16], ids=["overwrite", "accumulate", "16 bits"]
 )
-def test_wgrad(config, shape, device):
+def test_wgrad_of_all_shapes(config, shape, device):
     k_grouped(config, *shape).check(device=device)
 
 
 def flops(product):
+    """Return the FLOPs of the emulated tensor cores for a product."""
     emulator.reset_stats()
     product.run(2)
     return emulator.stats()["mma_flops"]
 
 
-def test_wgrad_multiplies_no_rows_past_the_last():
-    one, *more = (flops(k_grouped(PLAIN_WGRAD_16, [rows], 128, 256)) for rows in (16, 80, 81, 128))
-    assert [x / one for x in more] == [5, 6, 8]
+def test_wgrad_skips_rows_past_the_last():
+    base, *larger = (
+        flops(k_grouped(PLAIN_WGRAD_16, [rows], 128, 256)) for rows in (16, 80, 81, 128)
+    )
+    assert [x / base for x in larger] == [5, 6, 8]
 
 
-def test_tiles_share_the_rows_of_a_group():
+def test_balanced_tiles_share_the_rows_of_a_group():
     # 161 rows are 88 and 73, 257 are 136 and 121, 321 are three tiles of up to 112.
-    one, *more = (
+    base, *larger = (
         flops(m_grouped(SPREAD, [rows], 512, 64)) for rows in (64, 65, 160, 161, 257, 321)
     )
-    assert [x / one * 64 for x in more] == [96, 160, 192, 272, 384]
+    assert [x / base * 64 for x in larger] == [96, 160, 192, 272, 384]
 
 
 @pytest.mark.parametrize("shape", ["one row", "whole tiles", "tails"])
 @pytest.mark.parametrize(
     "config", [PLAIN, PLAIN_DGRAD, PLAIN_WGRAD], ids=["fprop", "dgrad", "wgrad"]
 )
-def test_plain_operands(config, shape, device):
+def test_plain_operands_of_all_shapes(config, shape, device):
     product_of(config, *SHAPES[shape]).check(device=device)
 
 
@@ -138,7 +141,7 @@ def test_every_tile(tile, kind, device):
 
 @each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
-    # One or two CTAs and more stages than fit, so that every ring is gone through again.
+    # One or two CTAs, and enough stages that every pipeline wraps around.
     products = (
         (m_grouped(FPROP, [70, 0, 5], 264, 1056, tail=11), 1),
         (m_grouped(FPROP_ALL, [1, 140], 136, 160, tail=1), 2),
@@ -158,18 +161,22 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", None])
 def test_extreme_weights_and_activations(dtype, device):
-    """All codes and block scales, and plain activations over the whole range of their type."""
+    """All codes and block scales, and plain activations over the full range of their dtype."""
     config = Sm90GemmConfig("nvfp4", activations=dtype, out_dtype="float32", tile=M_TILES["256x16"])
     product = m_grouped(config, [16, 3], 264, 256, seed=7)
     generator = seeded_generator(1)
     for codes, scales in ((x.codes, x.scales) for x in (product.b, product.a)):
         if scales is None:
-            wild = (
+            random_values = (
                 torch.randint(-(2**15), 2**15, codes.shape, generator=generator)
                 .to(torch.int16)
                 .view(codes.dtype)
             )
-            codes.copy_(torch.where(wild.isfinite(), wild, torch.zeros_like(wild)))
+            codes.copy_(
+                torch.where(
+                    random_values.isfinite(), random_values, torch.zeros_like(random_values)
+                )
+            )
         else:
             scales.copy_(torch.randint(0, 0x7F, scales.shape, generator=generator))
             codes.copy_(torch.randint(0, 256, codes.shape, generator=generator))
@@ -177,19 +184,19 @@ def test_extreme_weights_and_activations(dtype, device):
 
 
 @pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
-@pytest.mark.parametrize("tile", SM90_TILES, ids=name_of)
-def test_memory_of_every_tile_fits(tile, operand):
+@pytest.mark.parametrize("tile", SM90_TILES, ids=tile_name)
+def test_every_tile_fits_shared_memory_and_registers(tile, operand):
     grouping = "m_grouped" if tile.swap_ab else "k_grouped"
     base = Sm90GemmConfig(operand, grouping, tile=Sm90GemmConfig.any_tile(grouping))
     if base.why_unsupported(tile):
         return
     config = replace(base, tile=tile)
-    # Two of 128 elements of K are as long as four of other operands.
+    # NVFP4 stages have 128 elements of K, twice as many as others.
     assert config.num_ab_stage >= 3 or (operand, tile.n) == ("nvfp4", 256)
     assert config.num_ab_stage >= 2
     assert config.num_ab_stage * config.stage_bytes + config.epilogue_bytes <= 227 * 1024 - 2048
     warps = WarpSchedule(tile.consumers)
-    consumer, other = warps.registers
-    # What a CTA is launched with, in steps of eight a thread, is all that its warps can share.
+    consumer, producer = warps.registers
+    # Warps share the registers of the launch, which come in steps of eight per thread.
     launched = 65536 // warps.num_threads // 8 * 8 * warps.num_threads
-    assert (consumer * tile.consumers + other) * 128 <= launched
+    assert (consumer * tile.consumers + producer) * 128 <= launched

@@ -1,5 +1,6 @@
-"""Addresses past 2^31: tensors of untouched memory, and of the grids the CTAs with the last rows,
-by edited PTX.
+"""Tensors with more than 2^31 elements.
+
+They are mapped but untouched memory, and edited PTX makes a few CTAs work at the end of the grid.
 """
 
 import contextlib
@@ -13,13 +14,8 @@ import ptx_emulator as emulator
 from cute_kernels import backend
 from cute_kernels.formats import NVFP4, parse
 from cute_kernels.kernels.quantize.choose import choose_dequantize_config
-from cute_kernels.kernels.quantize.config import (
-    AmaxConfig,
-    DbiasConfig,
-    DequantizeConfig,
-    RowsConfig,
-    TileConfig,
-)
+from cute_kernels.kernels.quantize.config import DequantizeConfig, RowsConfig, TileConfig
+from cute_kernels.kernels.quantize.pass_config import AmaxConfig, DbiasConfig
 from cute_kernels.layout.buffers import buffers, code_pitch
 from cute_kernels.layout.shapes import ceil_div, scale_tiles
 from cute_kernels.testing.compiled import compile_for_emulator
@@ -46,29 +42,33 @@ from .quantize_support import (
     random_input,
 )
 
-#: Linux's number of what ``mmap`` has from Python 3.13 on.
+#: Flag of Linux's mmap, which Python has from 3.13 on.
 MAP_NORESERVE = 0x4000
 ROWS = 40
-#: Rows before the last ``ROWS``, and K: rows so long, or so many, that each operand gets there.
+#: (rows before the last ``ROWS``, K): long rows or many rows, past 2^31 elements per operand.
 SHAPES = {"long rows": (2**23, 8192), "many rows": (2**29, 64)}
 each_shape = pytest.mark.parametrize("name", [*SHAPES])
 
 
 def sparse(*shape, dtype=BF16):
+    """Return a zero tensor whose pages use memory only once they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     return torch.frombuffer(
         mmap.mmap(-1, torch.Size(shape).numel() * dtype.itemsize, flags), dtype=dtype
     ).view(shape)
 
 
-def run_ctas(config, first, grid, *arguments, arch=ARCH):
-    """CTAs from ``first`` on, of a ``grid``; the SMs at the end of ``arguments`` are how many
-    really run, or a part.
+def run_ctas(config, first_cta, grid, *arguments, arch=ARCH):
+    """Run CTAs from ``first_cta`` on, of a ``grid``.
+
+    The SM count at the end of ``arguments`` sets how many CTAs really run.
     """
     kernel = compile_for_emulator(config, arch)
     register = r"mov\.u32\s+(%r\d+), %{};"
     patched, count = re.subn(
-        register.format(r"ctaid\.x"), rf"mov.u32 \1, %ctaid.x; add.s32 \1, \1, {first};", kernel.ptx
+        register.format(r"ctaid\.x"),
+        rf"mov.u32 \1, %ctaid.x; add.s32 \1, \1, {first_cta};",
+        kernel.ptx,
     )
     patched, sizes = re.subn(register.format(r"nctaid\.x"), rf"mov.u32 \1, {grid};", patched)
     assert count and sizes and "%nctaid" not in patched
@@ -78,7 +78,7 @@ def run_ctas(config, first, grid, *arguments, arch=ARCH):
 
 @contextlib.contextmanager
 def loaded(kernel, ptx):
-    """Other PTX in the place of a kernel's own."""
+    """Replace the PTX of a kernel inside the block."""
     kernel._is_loaded = True
     emulator.load_ptx(ptx, kernel.cubin)
     try:
@@ -87,7 +87,7 @@ def loaded(kernel, ptx):
         emulator.load_ptx(kernel.ptx, kernel.cubin)
 
 
-def at_the_end(x, before):
+def append_to_zeros(x, before):
     out = sparse(before + len(x), *x.shape[1:], dtype=x.dtype)
     out[before:] = x
     return out
@@ -98,12 +98,12 @@ def last_tile(before):
 
 
 @each_shape
-def test_amax(name):
+def test_amax_of_rows_and_groups(name):
     before, cols = SHAPES[name]
     x = random_input((ROWS, cols), BF16)
-    big = at_the_end(x, before)
+    big = append_to_zeros(x, before)
     rows, groups = sparse(len(big), dtype=F32), torch.zeros(1)
-    # Runs of rows go from the last to the first.
+    # The kernel takes rows from the last to the first.
     run_ctas(
         AmaxConfig("bfloat16", per_row=True), 0, 2**20, big, offs_tensor(len(big)), rows, groups, 2
     )
@@ -113,10 +113,10 @@ def test_amax(name):
 
 @each_arch
 @each_shape
-def test_rows(name, arch):
+def test_row_quantizer(name, arch):
     before, cols = SHAPES[name]
     x = random_input((ROWS, cols), BF16)
-    big, tile = at_the_end(x, before), last_tile(before)
+    big, tile = append_to_zeros(x, before), last_tile(before)
     want = expected(Problem(x, offs_tensor(ROWS)), NVFP4(row_scaled=True), True, False)
     config = RowsConfig(
         NVFP4(row_scaled=True).text, "bfloat16", warps_per_row=cols // 2048 or 1, arch=arch
@@ -124,7 +124,7 @@ def test_rows(name, arch):
     amax = sparse(len(big), dtype=F32)
     codes = sparse(len(big), code_pitch(cols // 2), dtype=U8)
     scales = sparse(tile + 1, scale_tiles(cols, 16), 512, dtype=U8)
-    first, ctas = tile * 16, 18
+    first_cta, ctas = tile * 16, 18
     arguments = (
         big,
         None,
@@ -135,7 +135,7 @@ def test_rows(name, arch):
         *NO_RESULTS,
         ctas,
     )
-    run_ctas(config, first, first + ctas, *arguments, arch=arch)
+    run_ctas(config, first_cta, first_cta + ctas, *arguments, arch=arch)
     assert amax[before:].equal(want["amax"])
     assert codes[before:, : cols // 2].equal(want["codes"])
     assert scales[tile].equal(want["scales"][0])
@@ -153,18 +153,22 @@ TILES = {
 @each_arch
 @pytest.mark.parametrize(("text", "uniform"), TILES.values(), ids=TILES)
 @each_shape
-def test_tiles(name, text, uniform, arch):
-    """Stochastic formats draw by numbers of blocks past 2^32, or 2^31."""
+def test_tile_quantizer(name, text, uniform, arch):
+    """Stochastic formats use block numbers past 2^32 or 2^31."""
     before, cols = SHAPES[name]
-    fmt, drawn = parse(text), (before * cols // 16, before // 16 * cols)
+    fmt, blocks_before = parse(text), (before * cols // 16, before // 16 * cols)
     x = random_input((1, 128, cols) if uniform else (ROWS, cols), BF16)
     big, offs = (
-        at_the_end(x.flatten(0, -2), before),
+        append_to_zeros(x.flatten(0, -2), before),
         None if uniform else offs_tensor(before + ROWS),
     )
     big = big.view(-1, 128, cols) if uniform else big
     want = expected(
-        Problem(x, None if uniform else offs_tensor(ROWS)), fmt, True, True, drawn=drawn
+        Problem(x, None if uniform else offs_tensor(ROWS)),
+        fmt,
+        True,
+        True,
+        blocks_before=blocks_before,
     )
     config = TileConfig(
         text, "bfloat16", "uniform" if uniform else "ragged", columnwise=True, arch=arch
@@ -180,24 +184,28 @@ def test_tiles(name, text, uniform, arch):
     col_tiles = ceil_div(cols, 128)
     items = (last_tile(before) + 1) * col_tiles
     # One tile, the last in both directions.
-    rest = (*NO_TILE_RESULTS[:4], SEED if fmt.is_stochastic else None, None, None, 1)
+    last_arguments = (*NO_TILE_RESULTS[:4], SEED if fmt.is_stochastic else None, None, None, 1)
     copies = [out[key] for key in ("codes", "scales", "codes_t", "scales_t")]
-    run_ctas(config, items - 1, items, big, None, offs, None, amax, *copies, *rest, arch=arch)
+    run_ctas(
+        config, items - 1, items, big, None, offs, None, amax, *copies, *last_arguments, arch=arch
+    )
     for key in ("codes", "scales", "codes_t", "scales_t"):
-        # What is of all columns is as large in both; of the rest ``want`` has a tile, or its rows.
-        # A tile of scales stays.
-        got, of_tile = (t[key][-1] if uniform else t[key] for t in (out, want))
-        for i, count in enumerate(of_tile.shape):
-            part = count // col_tiles if count == got.shape[i] and count != 512 else count
-            got, of_tile = (t.narrow(i, t.shape[i] - part, part) for t in (got, of_tile))
-        assert_same_bytes(got, of_tile, key)
+        # Compare the last tile. Dimensions of equal size cover all columns and are cut to one tile,
+        # except the 512 bytes of a scale tile.
+        got, expected_tile = (t[key][-1] if uniform else t[key] for t in (out, want))
+        for i, count in enumerate(expected_tile.shape):
+            size = count // col_tiles if count == got.shape[i] and count != 512 else count
+            got, expected_tile = (
+                t.narrow(i, t.shape[i] - size, size) for t in (got, expected_tile)
+            )
+        assert_same_bytes(got, expected_tile, key)
 
 
 @pytest.mark.parametrize("vectorized", [True, False])
-def test_dbias(vectorized):
+def test_dbias_of_far_rows(vectorized):
     before, cols = SHAPES["long rows"]
     x = random_input((ROWS, cols), BF16)
-    big, offs = at_the_end(x, before), offs_tensor(before, before + ROWS)
+    big, offs = append_to_zeros(x, before), offs_tensor(before, before + ROWS)
     want = ops.grouped_dbias(x, offs_tensor(ROWS))
     config, out = DbiasConfig("bfloat16", vectorized), torch.zeros(2, cols)
     items = 2 * cols // (64 if vectorized else 32)
@@ -218,7 +226,7 @@ DIRECTIONS = {"rowwise": (False, False), "row-scaled": (True, False), "columnwis
 @pytest.mark.parametrize("uniform", [False, True], ids=["ragged", "uniform"])
 @pytest.mark.parametrize("direction", [*DIRECTIONS])
 @each_shape
-def test_dequantize(name, direction, uniform):
+def test_dequantize_far_rows(name, direction, uniform):
     row_scaled, columnwise = DIRECTIONS[direction]
     before, cols = SHAPES[name]
     tile = last_tile(before)
@@ -254,23 +262,34 @@ def test_dequantize(name, direction, uniform):
     config = choose_dequantize_config(
         fmt, "bfloat16", "uniform" if uniform else "ragged", columnwise
     )
-    parts = ceil_div(cols, 64) if columnwise else 4 * ceil_div(cols, 256)
-    first, ctas = tile * parts // 8, parts // 8 // 2 * 2 + 2
-    run_ctas(config, first, first + ctas, big_codes, big_scales, big_amax, offs, out, 0, ctas // 2)
+    items_per_tile = ceil_div(cols, 64) if columnwise else 4 * ceil_div(cols, 256)
+    first_cta, ctas = tile * items_per_tile // 8, items_per_tile // 8 // 2 * 2 + 2
+    run_ctas(
+        config,
+        first_cta,
+        first_cta + ctas,
+        big_codes,
+        big_scales,
+        big_amax,
+        offs,
+        out,
+        0,
+        ctas // 2,
+    )
     assert_same_bytes(out.flatten(0, -2)[before : before + ROWS], want, any_nan=True)
 
 
 @each_arch
-def test_gather_and_combine(arch):
-    last, before, index = random_input((ROWS, 512), BF16), 2**23, torch.randperm(ROWS).int()
-    row, weight, h = index.view(-1, 4), torch.rand(ROWS // 4, 4), at_the_end(last, before)
-    want = ops.moe_gather(last, index), ops.moe_combine(last, row, weight)
+def test_gather_and_combine_far_rows(arch):
+    last_rows, before, index = random_input((ROWS, 512), BF16), 2**23, torch.randperm(ROWS).int()
+    row, weight, h = index.view(-1, 4), torch.rand(ROWS // 4, 4), append_to_zeros(last_rows, before)
+    want = ops.moe_gather(last_rows, index), ops.moe_combine(last_rows, row, weight)
     with backend(f"emulated:{arch}"):
         assert_same_bytes(ops.moe_gather(h, index + before), want[0])
         assert_same_bytes(ops.moe_combine(h, row + before, weight), want[1])
 
 
-def test_a_tail_of_zeros():
+def test_dequantize_zeroes_a_long_tail():
     before, cols = SHAPES["long rows"]
     before -= 128
     codes = sparse(before + 2, cols // 2, dtype=U8)

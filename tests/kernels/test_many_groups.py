@@ -1,6 +1,4 @@
-"""Launches cost what their rows cost: the emulator's instructions on one SM, with more and more
-empty groups.
-"""
+"""Empty groups are nearly free: emulated instructions on one SM with 64 and with 2048 groups."""
 
 import contextlib
 
@@ -16,21 +14,22 @@ from tests.helpers import BF16, dequantize_arguments, each_arch, m_grouped_argum
 
 SIZES = (40, 1, 128, 30, 7, 200, 64, 10)
 ROWS, K, N = sum(SIZES), 512, 64
-#: Tiles must not follow the number of groups. sm_90a has two lists of tiles of FP8 products.
+#: Fixed tiles, so that they do not depend on the number of groups.
 TILES = {
     "sm_90a": Sm90Tile(256, 32, swap_ab=True, consumers=4),
     "sm_100a": Sm100Tile(128, 32, swap_ab=True),
 }
-UNEVEN = TILES | {"sm_90a": Sm90Tile(128, 128, swap_ab=True)}
+#: Tiles of FP8 GEMMs.
+FP8_TILES = TILES | {"sm_90a": Sm90Tile(128, 128, swap_ab=True)}
 
 
-def among(groups):
+def spread_over_groups(groups):
     sizes = torch.zeros(groups, dtype=torch.int64)
     sizes[:: groups // len(SIZES)] = torch.tensor(SIZES)
     return sizes.cumsum(0).int()
 
 
-def quantized(x, offs, columnwise=False, text="nvfp4"):
+def quantize_by_reference(x, offs, columnwise=False, text="nvfp4"):
     with backend("reference"):
         return ops.grouped_quantize(x, text, offs, None, not columnwise, columnwise)
 
@@ -39,18 +38,19 @@ def weights(groups):
     return sample(1, N, K).repeat(groups, 1, 1)
 
 
-def quantized_weights(groups, text="nvfp4"):
+def repeated_weights(groups, text="nvfp4"):
     return [
-        t.repeat(groups, *[1] * (t.dim() - 1)) for t in quantized(sample(1, N, K), None, text=text)
+        t.repeat(groups, *[1] * (t.dim() - 1))
+        for t in quantize_by_reference(sample(1, N, K), None, text=text)
     ]
 
 
 def fp8_product(x, offs):
-    a, b = quantized(x, offs, text="fp8"), quantized_weights(len(offs), "fp8")
+    a, b = quantize_by_reference(x, offs, text="fp8"), repeated_weights(len(offs), "fp8")
     return m_grouped_arguments(a[:2], b[:2], offs, a_format="fp8", b_format="fp8")
 
 
-#: Op, its arguments for (x, offs), and how much more than with 64 groups it may cost with 2048.
+#: Op, its arguments for (x, offs), and the largest ratio of costs of 2048 and 64 groups.
 READERS = {
     "amax": ("grouped_amax", lambda x, offs: (x, offs), 1.4),
     "rows": ("grouped_quantize", lambda x, offs: (x, "nvfp4:row_scaled", offs), 1.05),
@@ -61,32 +61,36 @@ READERS = {
     ),
     "dequantize": (
         "grouped_dequantize",
-        lambda x, offs: dequantize_arguments(quantized(x, offs), "nvfp4", ROWS, BF16, offs),
+        lambda x, offs: dequantize_arguments(
+            quantize_by_reference(x, offs), "nvfp4", ROWS, BF16, offs
+        ),
         1.2,
     ),
     "dequantize columns": (
         "grouped_dequantize",
         lambda x, offs: dequantize_arguments(
-            quantized(x, offs, True), "nvfp4", ROWS, BF16, offs, True
+            quantize_by_reference(x, offs, True), "nvfp4", ROWS, BF16, offs, True
         ),
         1.2,
     ),
     "nvfp4 gemm": (
         "m_grouped_gemm",
-        lambda x, offs: m_grouped_arguments(quantized(x, offs), quantized_weights(len(offs)), offs),
+        lambda x, offs: m_grouped_arguments(
+            quantize_by_reference(x, offs), repeated_weights(len(offs)), offs
+        ),
         1.2,
     ),
     "fp8 gemm": ("m_grouped_gemm", fp8_product, 1.25),
     "bf16 gemm": ("m_grouped_gemm", lambda x, offs: (x, weights(len(offs)), offs), 1.15),
     "w4a16 gemm": (
         "m_grouped_gemm",
-        lambda x, offs: m_grouped_arguments(x, quantized_weights(len(offs)), offs),
+        lambda x, offs: m_grouped_arguments(x, repeated_weights(len(offs)), offs),
         1.05,
     ),
 }
 
 
-def cost(tile, arch, op, arguments):
+def count_instructions(tile, arch, op, arguments):
     forced = op.startswith("m_grouped")
     with (
         backend(f"emulated:{arch}", num_sms=1),
@@ -99,9 +103,12 @@ def cost(tile, arch, op, arguments):
 
 @each_arch
 @pytest.mark.parametrize("name", [*READERS])
-def test_empty_groups_cost_nothing(name, arch):
+def test_empty_groups_cost_little(name, arch):
     op, make, most = READERS[name]
     x = sample(ROWS, K)
-    tile = (UNEVEN if make is fp8_product else TILES)[arch]
-    few, many = (cost(tile, arch, op, make(x, among(groups))) for groups in (64, 2048))
+    tile = (FP8_TILES if make is fp8_product else TILES)[arch]
+    few, many = (
+        count_instructions(tile, arch, op, make(x, spread_over_groups(groups)))
+        for groups in (64, 2048)
+    )
     assert few < many <= most * few

@@ -1,3 +1,5 @@
+"""NVFP4 quantizers, by tiles and by rows, against the reference byte by byte."""
+
 import dataclasses
 import functools
 import itertools
@@ -36,9 +38,9 @@ from .quantize_support import (
 
 ROW_SCALED, SQUARE = NVFP4(row_scaled=True).text, NVFP4(block=(16, 16)).text
 STOCHASTIC = NVFP4(stochastic_rounding=True).text
-#: Row-scaled and from bf16, unless a test says otherwise.
+#: Row-scaled, from bf16 by default.
 Rows = functools.partial(RowsConfig, format=ROW_SCALED, dtype="bfloat16")
-#: With amaxes of groups, which only sm_90a has by rows.
+#: With amaxes of groups; only sm_90a has such row quantizers.
 GivenRows = functools.partial(RowsConfig, "nvfp4", "bfloat16", arch="sm_90a")
 RAGGED = ragged_cases("odd rows, K past a scale tile", 128, 16, 80, 48, 32, 144, 64)
 UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two tiles": (2, 129, 16)}
@@ -57,7 +59,7 @@ VARIANTS = {
     "4over6": {"format": f"{ROW_SCALED},four_over_six,four_over_six_error=mse", "columnwise": True},
     "4over6, square": {"format": f"{SQUARE},four_over_six,e4m3_max=448", "columnwise": True},
 }
-#: Uniform groups differ in where tiles are and how they are numbered, which all but one share.
+#: Uniform groups differ in the places and numbers of tiles; these variants cover both.
 UNIFORM_VARIANTS = [v for v in VARIANTS if not v.startswith(("stochastic", "4over6"))]
 
 
@@ -65,17 +67,21 @@ def tiles(dtype="bfloat16", grouping="ragged", **changes):
     return TileConfig(**{"format": "nvfp4", "dtype": dtype, "grouping": grouping} | changes)
 
 
-def in_any_order(cols):
+def problem_with_odd_groups(cols):
     return Problem(random_input((300, cols), BF16), offs_tensor(0, 130, 131, 290))
 
 
-#: What columnwise copies do is in those of both directions.
-PARTS = ("rowwise", "columnwise", "row-scaled", "square")
+#: Variants that others contain; they run on one architecture only.
+CONTAINED_VARIANTS = ("rowwise", "columnwise", "row-scaled", "square")
 
 
 @pytest.mark.parametrize(
     ("arch", "variant"),
-    [(a, v) for v in VARIANTS for a in (ARCHITECTURES[-1:] if v in PARTS else ARCHITECTURES)],
+    [
+        (a, v)
+        for v in VARIANTS
+        for a in (ARCHITECTURES[-1:] if v in CONTAINED_VARIANTS else ARCHITECTURES)
+    ],
 )
 def test_tiles_of_ragged_groups(arch, variant):
     for case in RAGGED.values():
@@ -83,7 +89,7 @@ def test_tiles_of_ragged_groups(arch, variant):
 
 
 @pytest.mark.parametrize("variant", ["row-scaled and columnwise", "square, both"])
-def test_teams_go_from_tile_to_tile_of_a_group(variant):
+def test_teams_process_several_tiles_of_a_group(variant):
     x = random_input((670, 560), BF16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
     x[400:530] *= 2.0**115
     check(
@@ -136,11 +142,11 @@ def test_rows_with_amaxes_of_groups(warps, rows):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("rows", [2, 4, 8])
-def test_several_rows_a_warp(dtype, rows):
+def test_several_rows_per_warp(dtype, rows):
     config = Rows(dtype=dtype, warps_per_row=1, rows_per_warp=rows)
     generator = seeded_generator(7)
     for cols in (16, config.max_cols - 48, config.max_cols):
-        # Ends that leave the last packets of a tile with each number of rows.
+        # End rows that leave every number of rows in the last row batch of a tile.
         offs = torch.randint(0, 120, (6,), generator=generator).cumsum(0).int()
         check(config, Problem(random_input((int(offs[-1]) + 3, cols), DTYPES[dtype]), offs))
 
@@ -164,7 +170,7 @@ def test_rows_of_uniform_groups(arch):
 def test_special_values(arch, dtype):
     x = special_input(150, 128, DTYPES[dtype])
     x[8::7, 48:64] = -torch.nan
-    # The last group is all tiny: its S_enc is clamped to FMAX.
+    # The last group has tiny values only: its encode factor is clamped to FMAX.
     tiny = torch.full((20, 128), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
     tiny[:, ::3] *= -0.5
     problem = Problem(torch.cat([x, tiny]), offs_tensor(1, 2, 3, 40, 60, 150, 170))
@@ -189,8 +195,8 @@ def test_special_values(arch, dtype):
     ],
 )
 @each_arch
-def test_amaxes_that_keep_nan(arch, variant):
-    """Those of blocks, rows and groups; finite numbers have the bytes that they have without."""
+def test_nan_scales_of_tiles(arch, variant):
+    """NaN marks blocks, rows and groups; finite numbers have the bytes of the unmarked format."""
     config = tiles(arch=arch, **{"compute_amax": True} | VARIANTS[variant])
     config = dataclasses.replace(
         config, format=dataclasses.replace(config.fmt, nan_scales=True).text
@@ -205,14 +211,14 @@ def test_amaxes_that_keep_nan(arch, variant):
 
 @pytest.mark.parametrize("dtype", [*DTYPES])
 @each_arch
-def test_rows_that_keep_nan(arch, dtype):
+def test_nan_scales_of_rows(arch, dtype):
     config = Rows(format=f"{ROW_SCALED},nan_scales", dtype=dtype, warps_per_row=1, arch=arch)
     check(
         config, Problem(special_input(170, 128, DTYPES[dtype]), offs_tensor(1, 2, 3, 40, 60, 150))
     )
 
 
-def test_a_given_amax_need_not_be_the_true_one():
+def test_given_amaxes_may_differ_from_the_true_ones():
     check(tiles(columnwise=True), ragged(*RAGGED["tail"]), torch.tensor([1e-3, 3.0, 1e30]))
 
 
@@ -230,7 +236,7 @@ def test_more_than_a_thousand_groups(kind):
 @pytest.mark.parametrize(
     ("arch", "variant", "cols"),
     [
-        # Two more column tiles than stages for one CTA.
+        # One CTA has two more column tiles than stages.
         *((ARCH, v, 1040) for v in ("both", "row-scaled and columnwise", "square, both")),
         *(
             (arch, v, 528)
@@ -243,13 +249,13 @@ def test_more_than_a_thousand_groups(kind):
 def test_tiles_in_any_order(arch, variant, cols, mode):
     check(
         tiles(compute_amax="4over6" not in variant, arch=arch, **VARIANTS[variant]),
-        in_any_order(cols),
+        problem_with_odd_groups(cols),
         **mode,
     )
 
 
 @each_arch
-def test_bands_without_rows(arch):
+def test_bands_of_tiles_without_rows(arch):
     band = TileConfig.band
     offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
     problem = Problem(random_input((1600, 272), BF16), offs_tensor(*offs))
@@ -261,8 +267,8 @@ def test_bands_without_rows(arch):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_loads_that_land_out_of_order(dtype):
-    """Rowwise teams never meet, so a team can be ahead of a load that another one waits for."""
+def test_loads_may_complete_out_of_order(dtype):
+    """Rowwise teams never synchronize, so one can be ahead of a load that another waits for."""
     config = tiles(dtype, compute_amax=True)
     problem = Problem(
         random_input((520, 528), DTYPES[dtype]), offs_tensor(6, 6, 134, 262, 390, 519)
@@ -283,12 +289,12 @@ def test_loads_that_land_out_of_order(dtype):
     ids=str,
 )
 def test_rows_in_any_order(config, mode):
-    check(config, in_any_order(496), **mode)
+    check(config, problem_with_odd_groups(496), **mode)
 
 
 @pytest.mark.parametrize("kind", ["rows", "tiles"])
-def test_only_the_live_rows_are_touched(kind):
-    """Of the tail of x the box of a tile at most is read; nothing outside the buffers is touched."""
+def test_only_rows_of_groups_are_touched(kind):
+    """At most one tile's box of x is read in the tail, and nothing outside the buffers."""
     problem = ragged(*RAGGED["tail"])
     live = int(problem.offs[-1]) if kind == "rows" else int(problem.offs[-2]) + 128
     if kind == "rows":
@@ -301,18 +307,18 @@ def test_only_the_live_rows_are_touched(kind):
         out = problem.buffers(NVFP4(), True, True)
         names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
         args = (*problem.inputs, None, *(out[n] for n in names), *NO_TILE_RESULTS, 2)
-    kernel, others = compiled(config), (problem.offs, *out.values())
-    check_touched(lambda: kernel(*args), [array_of(problem.x)[:live]], others)
+    kernel, readable = compiled(config), (problem.offs, *out.values())
+    check_touched(lambda: kernel(*args), [array_of(problem.x)[:live]], readable)
 
 
-def test_bad_offsets_stay_in_the_buffer():
+def test_invalid_end_rows_stay_in_the_buffers():
     x = random_input((140, 64), BF16)
     clamped = Problem(x, offs_tensor(0, 20, 140, 140))
     config, rows = tiles(columnwise=True), Rows()
-    wild = Problem(x, offs_tensor(-5, 20, 1000, 2**31 - 1))
-    assert_same_buffers(quantize(config, wild), expected(clamped, NVFP4(), True, True))
+    outside = Problem(x, offs_tensor(-5, 20, 1000, 2**31 - 1))
+    assert_same_buffers(quantize(config, outside), expected(clamped, NVFP4(), True, True))
     fmt = NVFP4(row_scaled=True)
-    assert_same_buffers(quantize(rows, wild), expected(clamped, fmt, True, False))
+    assert_same_buffers(quantize(rows, outside), expected(clamped, fmt, True, False))
     two_phase = dataclasses.replace(config, format=ROW_SCALED, compute_amax=True)
-    for made in (two_phase, rows):
-        quantize(made, Problem(x, offs_tensor(100, 20, -7, 130)))
+    for quantizer in (two_phase, rows):
+        quantize(quantizer, Problem(x, offs_tensor(100, 20, -7, 130)))

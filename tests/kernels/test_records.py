@@ -1,6 +1,4 @@
-"""Records that no format of the package has: kernels give the bytes of the reference, or refuse
-them and say why.
-"""
+"""Formats that the package does not have: kernels agree with the reference or give a reason."""
 
 import dataclasses
 import hashlib
@@ -46,8 +44,7 @@ TILES, TRANSPOSED, UNTRANSPOSED = (
     {"columnwise": "untransposed"},
 )
 MXFP4, WIDE = TRANSPOSED | {"element": E2M1}, {"scale": BlockScale(E4M3, 32, TILES)}
-#: What a record is like, the facts in which it differs, and what is said of those that kernels do
-#: not take.
+#: (a record of the package, the fields that differ, the reason if kernels do not support it).
 CASES = (
     (MXFP8, MXFP4, ""),
     (MXFP8, {"k_multiple": 16}, ""),
@@ -74,25 +71,30 @@ class NibblePowers(NibbleCodec):
 
     decode_scales, decode_factor = MXFP8Codec.decode_scales, MXFP8Codec.decode_factor
 
-    def block_scales(self, a, b, level):
-        (low, first), (high, second) = (MXFP8Codec.block_scale(self, x, level) for x in (a, b))
-        return (low | high << 8).to(Uint16), first, second
+    def block_scales(self, a, b, global_scale):
+        (low, low_factor), (high, high_factor) = (
+            MXFP8Codec.block_scale(self, x, global_scale) for x in (a, b)
+        )
+        return (low | high << 8).to(Uint16), low_factor, high_factor
 
 
-def invented(base, facts, monkeypatch):
-    # Caches of kernels know a record by its name.
-    name = f"{base.name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
-    chosen = {field.name for field in dataclasses.fields(base)} & {*facts}
-    own = {k: v for k, v in facts.items() if k not in chosen}
+def register_format(base, changes, monkeypatch):
+    """Register a format that differs from ``base`` in these fields; return its record."""
+    # Caches of kernels identify a format by its name.
+    name = f"{base.name}_{hashlib.sha256(repr(changes).encode()).hexdigest()[:8]}"
+    record_fields = {field.name for field in dataclasses.fields(base)} & {*changes}
+    class_fields = {k: v for k, v in changes.items() if k not in record_fields}
     if hasattr(base, "blocks"):
-        vec = own.get("scale", base.scale).vec_size
-        own |= {
+        vec = class_fields.get("scale", base.scale).vec_size
+        class_fields |= {
             "__annotations__": {"block": tuple},
             "block": (1, vec),
             "blocks": ((1, vec), (vec, vec)),
         }
-    cls = dataclasses.dataclass(frozen=True)(type("Invented", (base,), {"name": name, **own}))
-    codec = NibblePowers if facts.get("element") == E2M1 else device.CODECS[base.name]
+    cls = dataclasses.dataclass(frozen=True)(
+        type("Invented", (base,), {"name": name, **class_fields})
+    )
+    codec = NibblePowers if changes.get("element") == E2M1 else device.CODECS[base.name]
     for table, value in (
         (RECORDS, cls),
         (device.CODECS, codec),
@@ -101,15 +103,15 @@ def invented(base, facts, monkeypatch):
         monkeypatch.setitem(table, name, value)
     for op in ("grouped_quantize", "grouped_dequantize"):
         monkeypatch.setitem(capability._RUNS, (op, name), ARCHITECTURES)
-    return cls(**{k: facts[k] for k in chosen})
+    return cls(**{k: changes[k] for k in record_fields})
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES[1:])
-@pytest.mark.parametrize(("base", "facts", "message"), CASES, ids=str)
-def test_kernels_give_the_bytes_of_the_reference_or_say_why_not(
-    arch, base, facts, message, monkeypatch
+@pytest.mark.parametrize(("base", "changes", "message"), CASES, ids=str)
+def test_kernels_agree_with_the_reference_or_give_a_reason(
+    arch, base, changes, message, monkeypatch
 ):
-    record = invented(base, facts, monkeypatch)
+    record = register_format(base, changes, monkeypatch)
     assert bool(support("grouped_quantize", record, arch)) == (not message)
     if message:
         for make in (
@@ -121,20 +123,23 @@ def test_kernels_give_the_bytes_of_the_reference_or_say_why_not(
             with pytest.raises(UnsupportedError, match=contains_all(record.name, message)):
                 make(record.text, "bfloat16")
         return
-    dtype = "float32" if facts is MXFP4 and arch == "sm_90a" else "bfloat16"
-    problem, asks = (
+    dtype = "float32" if changes is MXFP4 and arch == "sm_90a" else "bfloat16"
+    problem, config_problem = (
         ragged(200, 288, offs_tensor(0, 0, 65, 65, 190, 198), dtype),
         QuantizeProblem(dtype, 288),
     )
-    check(choose_tile_config(record, asks, arch, columnwise=True, compute_amax=True), problem)
+    check(
+        choose_tile_config(record, config_problem, arch, columnwise=True, compute_amax=True),
+        problem,
+    )
     if not record.is_2d:
-        check(choose_row_config(record, asks, arch), problem)
-    made = expected(problem, record, True, True)
-    for way in (False, True):
-        codes, *rest = (made[name] for name in record.operand_names(way))
-        given = (codes, rest, record.text, 200, BF16, problem.offs, way)
-        op_support.check(arch, lambda given=given: ops.grouped_dequantize(*given)[:198])
-    if facts is not MXFP4 and "columnwise" in facts:
+        check(choose_row_config(record, config_problem, arch), problem)
+    buffers = expected(problem, record, True, True)
+    for columnwise in (False, True):
+        codes, *scales = (buffers[name] for name in record.operand_names(columnwise))
+        arguments = (codes, scales, record.text, 200, BF16, problem.offs, columnwise)
+        op_support.check(arch, lambda arguments=arguments: ops.grouped_dequantize(*arguments)[:198])
+    if changes is not MXFP4 and "columnwise" in changes:
         with pytest.raises(
             UnsupportedError, match=contains_all("no grouped GEMM kernel multiplies")
         ):

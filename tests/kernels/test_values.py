@@ -1,3 +1,5 @@
+"""sm_90a kernels that round activations to NVFP4 values without storing codes."""
+
 import pytest
 import torch
 
@@ -27,15 +29,16 @@ NUM_SMS = 3
 #: (rows of each group, rows of the tail, K).
 SHAPES = {
     "one row": ([1], 0, 16),
-    "part of a piece": ([3, 0, 6], 2, 144),
-    "several rows a warp": ([9, 0, 130], 5, 512),
-    "a row a warp": ([0, 20, 0], 0, 1056),
-    "two warps a row": ([5, 1], 1, 4096),
+    "part of a lane chunk": ([3, 0, 6], 2, 144),
+    "several rows per warp": ([9, 0, 130], 5, 512),
+    "one row per warp": ([0, 20, 0], 0, 1056),
+    "two warps per row": ([5, 1], 1, 4096),
     "all empty": ([0, 0], 4, 64),
 }
 
 
 def values(x, offs, amax, row_scaled):
+    """Return the NVFP4 values of x as fp16, by the kernel under test."""
     problem = QuantizeProblem(str(x.dtype).removeprefix("torch."), x.shape[1])
     config = choose_row_config(NVFP4(row_scaled=row_scaled), problem, "sm_90a", ValuesConfig)
     assert config.can_implement(problem)
@@ -44,8 +47,9 @@ def values(x, offs, amax, row_scaled):
     return out
 
 
-def expanded(parts, offs, k):
-    codes, scales = parts[:2]
+def expand_codes(copy, offs, k):
+    """Return the fp16 values of quantized codes, by the expanding kernel."""
+    codes, scales = copy[:2]
     out = torch.full((len(codes), -(-k // 128) * 128), torch.nan, dtype=F16, device=codes.device)
     compiled(ExpandConfig(is_ragged=True), "sm_90a", codes.device.type)(
         codes, scales, offs, out, NUM_SMS
@@ -54,26 +58,27 @@ def expanded(parts, offs, k):
 
 
 def check_values(x, offs, row_scaled, device):
+    """Compare the values with quantizing and expanding, and the amaxes of rows."""
     with backend("reference"):
-        parts = ops.grouped_quantize(x, NVFP4(row_scaled=row_scaled).text, offs)
+        copy = ops.grouped_quantize(x, NVFP4(row_scaled=row_scaled).text, offs)
     x, offs = x.to(device), offs.to(device)
-    # With the pitch that codes have.
-    parts = [on_device_of(x, part) for part in parts]
-    amax = parts[2].clone()
+    # Copies keep the pitch of codes.
+    copy = [on_device_of(x, tensor) for tensor in copy]
+    amax = copy[2].clone()
     if row_scaled:
         amax.fill_(torch.nan)
     got = values(x, offs, amax, row_scaled)
-    assert got.view(torch.int16).equal(expanded(parts, offs, x.shape[1]).view(torch.int16))
+    assert got.view(torch.int16).equal(expand_codes(copy, offs, x.shape[1]).view(torch.int16))
     live = int(offs[-1])
     if row_scaled:
-        assert amax[:live].view(I32).equal(parts[2][:live].view(I32))
+        assert amax[:live].view(I32).equal(copy[2][:live].view(I32))
         assert amax[live:].isnan().all()
 
 
 @pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES])
-def test_values(shape, dtype, row_scaled, device):
+def test_values_equal_expanded_codes(shape, dtype, row_scaled, device):
     sizes, tail, k = SHAPES[shape]
     x = sample(sum(sizes) + tail, k, dtype=dtype)
     x[sum(sizes) :] = torch.nan
@@ -86,7 +91,7 @@ def test_many_groups(device):
 
 
 @pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
-def test_special_numbers(row_scaled, device):
+def test_special_values(row_scaled, device):
     x = sample(12, 256)
     x[0] = 0
     x[1] *= 1e-39
@@ -108,7 +113,7 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 
 @each_arch
 @pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
-def test_the_op_has_the_bits_of_both_steps(arch, row_scaled):
+def test_the_fused_op_has_the_bits_of_both_steps(arch, row_scaled):
     x, offs = sample(45, 144), offs_tensor(7, 7, 40)
     w, text = ops.grouped_quantize(sample(3, 40, 144), "nvfp4"), NVFP4(row_scaled=row_scaled).text
     options = (sample(3, 40), torch.rand(3), False, F32)

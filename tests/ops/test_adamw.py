@@ -7,7 +7,8 @@ import torch
 
 from cute_kernels import backend
 from cute_kernels.formats import parse
-from cute_kernels.kernels.quantize.config import AdamWConfig, AdamWTileConfig
+from cute_kernels.kernels.quantize.config import AdamWTileConfig
+from cute_kernels.kernels.quantize.pass_config import AdamWConfig
 from cute_kernels.kernels.quantize.variants import kernel_specs
 from tests.helpers import BF16, F16, F32, U8, assert_all_same, each_arch, ops, seeded_generator
 from tests.kernels.op_support import MODES, check_code, watching

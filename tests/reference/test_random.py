@@ -30,7 +30,7 @@ VALUES = torch.tensor(oracle.E2M1_VALUES)
 SR = "nvfp4:stochastic_rounding"
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
-#: Test vectors that Random123 publishes (kat_vectors): counter, key, rounds, tensors_of.
+#: Test vectors that Random123 publishes (kat_vectors): counter, key, rounds, words.
 PUBLISHED = [
     ((0,) * 4, (0, 0), 7, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
     ((WORD,) * 4, (WORD, WORD), 7, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),

@@ -86,7 +86,7 @@ def test_the_environment_chooses_the_backend(monkeypatch):
         ("emulated:sm_100a,races=", ValueError, "races must be one of .*, got ''"),
         ("emulated:sm_100a,chaos", ValueError, "option=value, got 'chaos'"),
         ("emulated:sm_100a,speed=1", TypeError, "got speed"),
-        ("emulated:sm_100a,seed=1", ValueError, "seed is of mode='chaos'"),
+        ("emulated:sm_100a,seed=1", ValueError, "seed needs mode='chaos'"),
         ("reference,seed=1", TypeError, "reference takes no options"),
     ],
 )

@@ -1,7 +1,7 @@
 """The grouped GEMM kernels that training and inference with a recipe use.
 
-For compilation ahead of time. Options multiply to thousands of variants (bias, factors and output
-of any dtype); the rest is compiled when it is first used.
+They are compiled ahead of time. Options multiply to thousands of variants (bias, factors and output
+of any dtype). The others are compiled when they are first used.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
+from cute_kernels.arch import get_arch
 from cute_kernels.capability import support
 
 from .choose import preferred_tiles, prefers
@@ -25,7 +26,7 @@ from .sm100.config import ScaleTilesConfig, Sm100GemmConfig
 #: The specs of this family: GEMMs, and the kernels that prepare their operands.
 GemmSpec: TypeAlias = GemmConfig | ScaleTilesConfig | ArrangeConfig | ExpandConfig
 
-#: FP8 products of the recipes: operands A and B, and what their configurations say.
+#: FP8 products of the recipes: operands A and B, and other fields of their configurations.
 _FP8_FPROP_DGRAD: tuple[tuple[str, str, dict[str, bool]], ...] = (
     ("mxfp8", "mxfp8", {}),
     ("mxfp8", "mxfp8", {"transpose_b": True}),
@@ -44,58 +45,76 @@ CONFIGS: dict[str, type[GemmConfig]] = {"sm_90a": Sm90GemmConfig, "sm_100a": Sm1
 
 
 def kernel_specs(arch: str) -> Iterator[GemmSpec]:
-    """Configurations of the kernels for ``"sm_90a"`` or ``"sm_100a"``.
+    """Yield the configurations of the kernels for ``"sm_90a"`` or ``"sm_100a"``.
 
-    Activations are bf16, or fp16 with fp16 operands, and a bias has their dtype; they are written
-    into fresh outputs. Gradients of weights are of that dtype or fp32, which may be added to.
+    Activations are bf16, or fp16 with fp16 operands, and a bias has their dtype. They are written
+    into fresh outputs. Gradients of weights have that dtype or fp32, which may be added to.
     """
+    multiplies_codes = get_arch(arch).has_block_scaled_mma
     yield from _fp8(arch)
-    if arch == "sm_100a":
-        # Before FP8Block products: fprop and dgrad, wgrad; before those that activate, NVFP4's,
-        # too.
-        yield from (ScaleTilesConfig(False, uniform, uniform) for uniform in (False, True))
-        yield from (
-            ScaleTilesConfig(False, not tiles, True, True, tiles) for tiles in (False, True)
-        )
+    if multiplies_codes:
+        yield from _scale_tiles()
     for operand, kind in OPERANDS.items():
         is_rare = kind.has_short_sums or (kind.fmt is not None and kind.fmt.searches_scale)
-        if support("grouped_gemm", kind.fmt, arch) and not is_rare:
-            dtype = "bfloat16" if kind.fmt else operand
-            cls = CONFIGS[arch]
-            yield from _m_grouped(cls, kind, dtype)
-            yield from _k_grouped(cls, kind, dtype)
-            if arch == "sm_100a" and kind.bits < 8:
-                base = Sm100GemmConfig("bfloat16", b_operand=operand, zero_tail=True)
-                for tile in preferred_tiles(base):
-                    yield dataclasses.replace(base, tile=tile)
-            if operand == "bfloat16" or arch == "sm_100a" and kind.bits < 8:
-                base = cls(
-                    operand, tile=cls.any_tile("m_grouped"), zero_tail=True, activation="swiglu"
-                )
-                base = dataclasses.replace(base, row_scaled=kind.global_scale_factor is not None)
-                # Tokens by their index, of which a mixture of bf16 experts reads those of the
-                # gradient of W1, too.
-                reads = (False, True) if operand == "bfloat16" else (False,)
-                for gathered, tile, stores_z in itertools.product(
-                    reads, cls.tile_shapes, (False, True)
-                ):
-                    config = dataclasses.replace(base, gathered=gathered)
-                    if prefers(config, tile) and not (stores_z and base.row_scaled):
-                        yield dataclasses.replace(config, tile=tile, stores_preactivation=stores_z)
-                if len(reads) > 1:
-                    base = cls(operand, "k_grouped", tile=cls.any_tile("k_grouped"), gathered=True)
-                    yield from (
-                        dataclasses.replace(base, tile=tile) for tile in preferred_tiles(base)
-                    )
-            if arch == "sm_90a" and not kind.is_wgmma:
-                yield from (ExpandConfig(is_ragged) for is_ragged in (False, True))
-                yield from _served(kind)
+        if not support("grouped_gemm", kind.fmt, arch) or is_rare:
+            continue
+        dtype = "bfloat16" if kind.fmt else operand
+        cls = CONFIGS[arch]
+        yield from _m_grouped(cls, kind, dtype)
+        yield from _k_grouped(cls, kind, dtype)
+        if multiplies_codes and kind.bits < 8:
+            base = Sm100GemmConfig("bfloat16", b_operand=operand, zero_tail=True)
+            for tile in preferred_tiles(base):
+                yield dataclasses.replace(base, tile=tile)
+        if operand == "bfloat16" or multiplies_codes and kind.bits < 8:
+            yield from _experts(cls, kind)
+        if not (multiplies_codes or kind.is_wgmma):
+            yield from (ExpandConfig(is_ragged) for is_ragged in (False, True))
+            yield from _served(kind)
+
+
+def _scale_tiles() -> Iterator[ScaleTilesConfig]:
+    """Yield the kernels that prepare block scales for sm_100a.
+
+    The first one runs before wgrad of FP8Block, the second one before its fprop and dgrad. The
+    others run before products that activate, of FP8Block and of NVFP4.
+    """
+    for uniform in (False, True):
+        yield ScaleTilesConfig(a_squares=False, b_squares=uniform, is_b_uniform=uniform)
+    for has_tiles in (False, True):
+        yield ScaleTilesConfig(
+            a_squares=False,
+            b_squares=not has_tiles,
+            is_b_uniform=True,
+            interleaves_halves=True,
+            has_tiles=has_tiles,
+        )
+
+
+def _experts(cls: type[GemmConfig], kind: OperandKind) -> Iterator[GemmConfig]:
+    """Yield products of experts: with an activation, and of bf16 also with gathered tokens.
+
+    A mixture of bf16 experts reads tokens by their index, also for the gradient of W1.
+    """
+    is_plain = kind.fmt is None
+    base = cls(kind.name, tile=cls.any_tile("m_grouped"), zero_tail=True, activation="swiglu")
+    base = dataclasses.replace(base, row_scaled=kind.global_scale_factor is not None)
+    for gathered, tile, stores_z in itertools.product(
+        (False, True) if is_plain else (False,), cls.tile_shapes, (False, True)
+    ):
+        config = dataclasses.replace(base, gathered=gathered)
+        if prefers(config, tile) and not (stores_z and base.row_scaled):
+            yield dataclasses.replace(config, tile=tile, stores_preactivation=stores_z)
+    if is_plain:
+        base = cls(kind.name, "k_grouped", tile=cls.any_tile("k_grouped"), gathered=True)
+        for tile in preferred_tiles(base):
+            yield dataclasses.replace(base, tile=tile)
 
 
 def _fp8(arch: str) -> Iterator[GemmConfig]:
-    """Products of FP8 recipes, into bf16 without a bias; gradients of weights also fp32.
+    """Yield products of FP8 recipes, into bf16 without a bias; gradients of weights also into fp32.
 
-    The others are compiled when they are first used: each has as many tiles.
+    Other products are compiled when they are first used: each has as many tiles.
     """
     cls = CONFIGS[arch]
     known = {field.name for field in dataclasses.fields(cls)}
@@ -115,8 +134,7 @@ def _fp8(arch: str) -> Iterator[GemmConfig]:
                 continue
             bases = [dataclasses.replace(base, zero_tail=True)]
             if base.b_kind.is_block_scaled and not base.transpose_b:
-                # Serving's first product of experts, where its output is quantized and where it is
-                # not.
+                # The first product of experts in serving, with a quantized output and without.
                 fmt = OPERANDS[operand].fmt
                 quantized = (
                     (operand,)
@@ -135,7 +153,7 @@ def _fp8(arch: str) -> Iterator[GemmConfig]:
 
 
 def _served(kind: OperandKind) -> Iterator[GemmSpec]:
-    """Kernels for sm_90a beside weights that are quantized once: prepacked, and W4A16."""
+    """Yield kernels of sm_90a for weights that are quantized once: prepacked, and W4A16."""
     base = Sm90GemmConfig(kind.name, tile=Sm90GemmConfig.any_tile("m_grouped"), zero_tail=True)
     yield ArrangeConfig("bfloat16")
     yield ArrangeConfig("bfloat16", gathered=True)
@@ -151,6 +169,7 @@ def _served(kind: OperandKind) -> Iterator[GemmSpec]:
 
 
 def _m_grouped(cls: type[GemmConfig], kind: OperandKind, dtype: str) -> Iterator[GemmConfig]:
+    """Yield m_grouped products in all preferred tiles, with and without a bias."""
     any_tile = cls(kind.name, tile=cls.any_tile("m_grouped"))
     tiles = preferred_tiles(any_tile)
     for flag, bias_dtype, tile in itertools.product((False, True), (None, dtype), tiles):
@@ -166,11 +185,15 @@ def _m_grouped(cls: type[GemmConfig], kind: OperandKind, dtype: str) -> Iterator
 
 
 def _k_grouped(cls: type[GemmConfig], kind: OperandKind, dtype: str) -> Iterator[GemmConfig]:
+    """Yield k_grouped products in all preferred tiles."""
     yield from _outputs(cls(kind.name, "k_grouped", tile=cls.any_tile("k_grouped")), dtype)
 
 
 def _outputs(base: GemmConfig, dtype: str) -> Iterator[GemmConfig]:
-    """A k_grouped product in all tiles, into ``dtype`` and into fp32, which may be added to."""
+    """Yield a k_grouped product in all tiles, into ``dtype`` and into fp32.
+
+    Products into fp32 come twice: one of them adds to the output.
+    """
     outputs = ((dtype, False), ("float32", False), ("float32", True))
     tiles = preferred_tiles(base)
     for (out_dtype, accumulate), tile in itertools.product(outputs, tiles):

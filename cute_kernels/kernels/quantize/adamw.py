@@ -20,8 +20,9 @@ from cute_kernels.device.memory import load_global, store_global
 from cute_kernels.device.ptx import asm, select
 
 from .amax import AmaxKernels
-from .config import DTYPE_BYTES, AdamWConfig, AdamWTileConfig
+from .config import DTYPE_BYTES, AdamWTileConfig
 from .fakes import FakeBuffers
+from .pass_config import AdamWConfig
 from .tiles.fill import TileFiller
 from .tiles.geometry import TileDescriptor
 from .tiles.kernel import TileQuantizer

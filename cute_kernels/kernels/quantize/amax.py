@@ -19,9 +19,10 @@ from cute_kernels.device.memory import load_global, load_global_if
 from cute_kernels.device.ptx import f32_as_bits
 
 from .activated_elements import ElementMaker, element_maker
-from .config import DTYPE_BYTES, AmaxConfig
+from .config import DTYPE_BYTES
 from .fakes import FakeBuffers
 from .global_scales import GlobalScaleWriter
+from .pass_config import AmaxConfig
 
 _LOAD_BYTES = 32
 _UNROLL = 4

@@ -29,7 +29,8 @@ from cute_kernels.device.memory import load_global_if, load_shared, store_global
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
 from cute_kernels.layout.slots import TILE_ROWS
 
-from .config import DTYPE_BYTES, DbiasConfig
+from .config import DTYPE_BYTES
+from .pass_config import DbiasConfig
 
 _WARPS = 4
 #: Rows that a lane loads before it adds any.

@@ -14,7 +14,7 @@ from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.launch import compact, env_stream
 from cute_kernels.device.ptx import asm
 
-from .config import DelayedConfig
+from .pass_config import DelayedConfig
 
 _THREADS = 256
 _WARPS = _THREADS // WARP_SIZE

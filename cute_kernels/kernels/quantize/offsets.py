@@ -12,7 +12,7 @@ from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import warp_scan
 from cute_kernels.device.launch import DSL_TYPES, compact, env_stream
 
-from .config import OffsetsConfig
+from .pass_config import OffsetsConfig
 
 _WARPS = 32
 _THREADS = WARP_SIZE * _WARPS

@@ -1,9 +1,13 @@
 """Gather and activation that a kernel applies to its input before it quantizes or reduces it."""
 
 import dataclasses
+from typing import Literal
 
 from cute_kernels.device.constants import DTYPE_BYTES
 from cute_kernels.formats.activations import Activation, parse_activation
+
+#: Groups of different row counts in a (T, K) tensor with offs, or of equal shapes in (G, N, K).
+Grouping = Literal["ragged", "uniform"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,9 +52,9 @@ class RowValuesQuantizer(RowsQuantizer):
         scales_address: Int32,
         lane: Lane,
     ) -> None:
-        """Write a lane's blocks as values; eight lanes together reorder eight neighbouring blocks.
+        """Write a lane's blocks as values; eight lanes reorder eight neighbouring blocks.
 
-        All lanes take part, with zeros for blocks past K. The blocks of a piece of ``DECODED_CHUNK_K``
+        All lanes take part, with zeros for blocks past K. The blocks of ``DECODED_CHUNK_K``
         elements are numbered 2 j + p. Lane 2 q + p writes their elements q and q + 4 of both words,
         16 bytes each.
         """

@@ -14,17 +14,9 @@ from cute_kernels.formats.base import FP8_ELEMENTS
 
 from .choose import choose_dequantize_config, choose_tile_config, prefers_rows
 from .config import (
-    DTYPE_BYTES,
-    AdamWConfig,
     AdamWTileConfig,
-    AmaxConfig,
-    DbiasConfig,
-    DelayedConfig,
     DequantizeConfig,
     GradientConfig,
-    Grouping,
-    OffsetsConfig,
-    Prologue,
     QuantizeProblem,
     RowsConfig,
     TileConfig,
@@ -32,6 +24,8 @@ from .config import (
     TokenValuesConfig,
     ValuesConfig,
 )
+from .pass_config import AdamWConfig, AmaxConfig, DbiasConfig, DelayedConfig, OffsetsConfig
+from .prologue import DTYPE_BYTES, Grouping, Prologue
 
 Config = (
     AdamWConfig

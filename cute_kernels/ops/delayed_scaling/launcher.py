@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...kernels.quantize.config import (
-    DelayedConfig,
-)
+from ...kernels.quantize.pass_config import DelayedConfig
 from ...runtime.launch import Launcher
 from ..arguments import dense
 from ..op import launched_by

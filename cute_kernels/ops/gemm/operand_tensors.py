@@ -11,16 +11,19 @@ class OperandTensors(NamedTuple):
 
     Attributes:
         codes: Codes of a quantized operand, or the values of a plain one.
-        scales: Block scales; None without.
+        block_scales: Block scales; None without.
         global_scale: Global scale, or the amax that stands for it, (G,) or (T,) fp32; None
             without.
     """
 
     codes: Tensor
-    scales: Tensor | None = None
+    block_scales: Tensor | None = None
     global_scale: Tensor | None = None
 
 
+#: The fields of ``OperandTensors`` as a plain tuple, for calls that pass operands to the kernel as
+#: they are. Creating a named tuple takes about 0.3 us.
+OperandFields: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
 #: Both operands of a product, A and B.
 Operands: TypeAlias = tuple[OperandTensors, OperandTensors]
 #: Turns both operands of a call into what a kernel takes: ``(op, a, b, offs, rows) -> (a, b)``,

@@ -47,10 +47,10 @@ def sm100_preparation(op: GroupedGemm, config: Sm100GemmConfig, launch: Launcher
     a, b = op.operands()
     if transpose is not None:
         a, b = transpose(op, a, b, op.offs, op.index)
-    sides = ((a.scales, tiles_config.a_squares), (b.scales, tiles_config.b_squares))
+    sides = ((a.block_scales, tiles_config.a_squares), (b.block_scales, tiles_config.b_squares))
     specs = [scale_tiles(scales, square) for scales, square in sides if scales is not None]
     if tiles_config.has_tiles:
-        specs = [BufferSpec(tuple(cast("Tensor", b.scales).shape), torch.uint8)]
+        specs = [BufferSpec(tuple(cast("Tensor", b.block_scales).shape), torch.uint8)]
     workspace = Allocator(specs, op.device)
     half = cast("MGrouped", op).cols // 2 if tiles_config.interleaves_halves else 0
 
@@ -63,10 +63,10 @@ def sm100_preparation(op: GroupedGemm, config: Sm100GemmConfig, launch: Launcher
         *a_workspace, b_tiles = workspace.make()
         if a_workspace:
             (a_tiles,) = a_workspace
-            kernel(a.scales, a_tiles, b.scales, b_tiles, half, launch.num_sms)
+            kernel(a.block_scales, a_tiles, b.block_scales, b_tiles, half, launch.num_sms)
             a = OperandTensors(a.codes, a_tiles, a.global_scale)
         else:
-            kernel(None, None, b.scales, b_tiles, half, launch.num_sms)
+            kernel(None, None, b.block_scales, b_tiles, half, launch.num_sms)
         return a, OperandTensors(b.codes, b_tiles, b.global_scale)
 
     return run

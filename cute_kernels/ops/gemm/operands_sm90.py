@@ -14,7 +14,8 @@ from torch import Tensor
 from ...kernels.gemm.common.config import GemmConfig
 from ...kernels.gemm.sm90.config import Sm90GemmConfig
 from ...kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
-from ...kernels.quantize.config import AmaxConfig, RowsConfig, TokenValuesConfig, ValuesConfig
+from ...kernels.quantize.config import RowsConfig, TokenValuesConfig, ValuesConfig
+from ...kernels.quantize.pass_config import AmaxConfig
 from ...layout.buffers import BufferSpec
 from ...layout.shapes import DECODED_CHUNK_K, ceil_div
 from ...runtime.allocator import Allocator
@@ -52,10 +53,10 @@ def transpose_squares(op: GroupedGemm, config: GemmConfig) -> Prepare | None:
         op: GroupedGemm, a: OperandTensors, b: OperandTensors, offs: Tensor, rows: Tensor | None
     ) -> Operands:
         """Transpose the scales of the operands that need it."""
-        if transposes_a and a.scales is not None:
-            a = OperandTensors(a.codes, a.scales.mT, a.global_scale)
-        if transposes_b and b.scales is not None:
-            b = OperandTensors(b.codes, b.scales.mT, b.global_scale)
+        if transposes_a and a.block_scales is not None:
+            a = OperandTensors(a.codes, a.block_scales.mT, a.global_scale)
+        if transposes_b and b.block_scales is not None:
+            b = OperandTensors(b.codes, b.block_scales.mT, b.global_scale)
         return a, b
 
     return run
@@ -83,9 +84,9 @@ def _expand_codes(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
         """Expand the codes of one operand."""
         (values,) = workspace.make()
         if side == "a":
-            kernel(a.codes, a.scales, offs, values, launch.num_sms)
+            kernel(a.codes, a.block_scales, offs, values, launch.num_sms)
             return OperandTensors(values, None, a.global_scale), b
-        kernel(b.codes, b.scales, None, values, launch.num_sms)
+        kernel(b.codes, b.block_scales, None, values, launch.num_sms)
         return a, OperandTensors(values, None, b.global_scale)
 
     return run

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...kernels.quantize.choose import choose_tile_config
-from ...kernels.quantize.config import (
-    AdamWConfig,
-    AdamWTileConfig,
-)
+from ...kernels.quantize.config import AdamWTileConfig
+from ...kernels.quantize.pass_config import AdamWConfig
 from ...runtime.launch import Launcher
 from ..arguments import dense, dtype_name, readable
 from ..op import launched_by

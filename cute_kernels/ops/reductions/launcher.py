@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.quantize.choose import choose_dbias_config
-from ...kernels.quantize.config import (
-    AmaxConfig,
-    OffsetsConfig,
-)
+from ...kernels.quantize.pass_config import AmaxConfig, OffsetsConfig
 from ...runtime.launch import Launcher
 from ..arguments import dense, dtype_name, readable
 from ..op import launched_by

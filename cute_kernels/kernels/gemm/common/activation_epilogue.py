@@ -28,12 +28,12 @@ def load_if(
     """
     names = [f"${i}" for i in range(count)]
     text = f"""{{
-		.reg .pred p;
-		setp.gt.s32 p, ${count + 1}, {rows[1]};
-		setp.gt.and.s32 p, ${count + 2}, {cols[1]}, p;
-		{" ".join(f"mov.b32 {name}, 0;" for name in names)}
-		@p ld.global.v{count}.b32 {{{", ".join(names)}}}, [${count}];
-		}}"""
+        .reg .pred p;
+        setp.gt.s32 p, ${count + 1}, {rows[1]};
+        setp.gt.and.s32 p, ${count + 2}, {cols[1]}, p;
+        {" ".join(f"mov.b32 {name}, 0;" for name in names)}
+        @p ld.global.v{count}.b32 {{{", ".join(names)}}}, [${count}];
+        }}"""
     return list(asm(text, [Uint32] * count, [address, rows[0], cols[0]]))
 
 
@@ -48,11 +48,11 @@ def store_if(
     names = ", ".join(f"${i + 1}" for i in range(count))
     asm_volatile(
         f"""{{
-		.reg .pred p;
-		setp.gt.s32 p, ${count + 1}, {rows[1]};
-		setp.gt.and.s32 p, ${count + 2}, {cols[1]}, p;
-		@p st.global{f".v{count}" * (count > 1)}.b32 [$0], {{{names}}};
-		}}""",
+        .reg .pred p;
+        setp.gt.s32 p, ${count + 1}, {rows[1]};
+        setp.gt.and.s32 p, ${count + 2}, {cols[1]}, p;
+        @p st.global{f".v{count}" * (count > 1)}.b32 [$0], {{{names}}};
+        }}""",
         [address, *words, rows[0], cols[0]],
     )
 

@@ -10,16 +10,19 @@ from .config import Sm100GemmConfig
 
 
 class AccReader:
-    """Reads the part of the accumulators that a warp may reach, 32 rows, by blocks of columns.
+    """Reader of the accumulators that a warp may reach, 32 rows, by blocks of columns.
 
-    Two accumulators of 256 columns and the block scales do not fit in tensor memory; they overlap
-    then. The first is read from its last block down and the second from its first block up, so that
-    the MMA warp may have the columns they share after the first few blocks.
+    Two accumulators of 256 columns and the block scales do not fit in tensor memory; then they
+    overlap. The first is read from its last block down and the second from its first block up, so
+    that the MMA warp may have the columns they share after the first few blocks.
 
     Args:
-        acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
-        load: the instruction; it decides which elements of a block a thread gets.
-        is_partial: of kernels that promote, partial sums are read, otherwise the sums.
+        config: Configuration of the kernel.
+        acc: Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
+        columns: Columns of a block.
+        load: The load instruction. It decides which elements of a block a thread gets.
+        acc_pipeline: Pipeline of the accumulators.
+        is_partial: Read partial sums in kernels that promote; otherwise the promoted sums are read.
     """
 
     def __init__(
@@ -31,8 +34,8 @@ class AccReader:
         acc_pipeline: pipeline.PipelineUmmaAsync,
         is_partial: bool = False,
     ):
-        #: Where the warp that reads has put what it reads.
-        self.own = config.num_acc_stage if config.promotes and not is_partial else None
+        #: Accumulator in which this warp has put the promoted sums; None if it reads the MMA's.
+        self.promoted_stage = config.num_acc_stage if config.promotes and not is_partial else None
         self.overlap = config.acc_overlap
         self.columns = columns
         self.shared_blocks = (config.acc_overlap + columns - 1) // columns
@@ -45,22 +48,24 @@ class AccReader:
         )
         self.thread_copy = self.copy.get_slice(cute.arch.thread_idx()[0])
         self.blocks = self.thread_copy.partition_S(blocks)
-        whole = cute.make_identity_tensor((128, columns))
-        self.shape = self.thread_copy.partition_D(whole).shape
+        identity = cute.make_identity_tensor((128, columns))
+        self.shape = self.thread_copy.partition_D(identity).shape
 
     def new_state(self) -> pipeline.PipelineState:
+        """Return the state of a reader at the first accumulator."""
         return pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Consumer, self.acc_pipeline.num_stages
         )
 
     @cute.jit
     def wait(self, state: pipeline.PipelineState) -> None:
-        if const_expr(self.own is None):
+        """Wait for the accumulator at ``state``."""
+        if const_expr(self.promoted_stage is None):
             self.acc_pipeline.consumer_wait(state)
 
     @cute.jit
     def block_at(self, step: Int32, num_blocks: Int32, state: pipeline.PipelineState) -> Int32:
-        """The block of ``num_blocks`` to read in the ``step``-th place."""
+        """Return the block to read in the ``step``-th step of ``num_blocks``."""
         block = step
         if const_expr(self.overlap > 0):
             if state.phase == 0:
@@ -69,24 +74,24 @@ class AccReader:
 
     @cute.jit
     def read(self, step: Int32, num_blocks: Int32, state: pipeline.PipelineState) -> cute.Tensor:
-        """This thread's elements of the ``step``-th block.
+        """Return this thread's elements of the ``step``-th block.
 
-        Frees the accumulator for the MMA warp as soon as it may be overwritten.
+        The accumulator is freed for the MMA warp as soon as it may be overwritten.
         """
         values = cute.make_rmem_tensor(self.shape, Float32)
         stage = state.phase if const_expr(self.overlap > 0) else state.index
-        if const_expr(self.own is not None):
-            stage = self.own
-        # Lanes may have parted ways over the last block; a load takes the whole warp.
+        if const_expr(self.promoted_stage is not None):
+            stage = self.promoted_stage
+        # Lanes may have diverged at the last block; a load needs all lanes of the warp.
         cute.arch.sync_warp()
         block = self.block_at(step, num_blocks, state)
         cute.copy(self.copy, self.blocks[None, None, None, block, stage], values)
         cute.arch.fence_view_async_tmem_load()
-        last = num_blocks
+        last_block = num_blocks
         if const_expr(self.overlap > 0):
-            last = cutlass.min(Int32(self.shared_blocks), num_blocks)
-        if const_expr(self.own is None):
-            if step == last - 1:
+            last_block = cutlass.min(Int32(self.shared_blocks), num_blocks)
+        if const_expr(self.promoted_stage is None):
+            if step == last_block - 1:
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     self.acc_pipeline.consumer_release(state)

@@ -1,4 +1,4 @@
-"""Which legal tiles of sm_100a are preferred.
+"""Preferences among the legal tiles of sm_100a.
 
 Legality is in ``config``, the model of time in ``cost_model``. There are no measurements: no B200
 has run the kernels yet.

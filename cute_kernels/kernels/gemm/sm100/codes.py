@@ -1,4 +1,4 @@
-"""Codes that no instruction takes with the other operand: how they get into shared memory."""
+"""Codes that no instruction multiplies by the other operand: how they get into shared memory."""
 
 from typing import Any
 
@@ -30,34 +30,41 @@ def codes_sources(
     scales: tuple[cute.Tensor | None, cute.Tensor | None],
     depth: Any,
 ) -> dict[str, TmaSource]:
-    """The TMA copies of a stage of codes and block scales of operands M and N, by their names in
-    ``Stages``.
+    """Return the TMA copies of a stage of codes and block scales, by their names in ``Stages``.
+
+    Args:
+        config: Configuration of the kernel.
+        staged: Layouts of the stages.
+        operands: Operands M and N as the kernel gets them.
+        scales: Block scales of operands M and N.
+        depth: K in elements, or None for the extent of the codes.
     """
 
     def copy(name: str, tensor: cute.Tensor, tiler: tuple[Any, ...]) -> TmaSource:
+        """Return the TMA copy of one stage of ``tensor``."""
         stage = cute.slice_(getattr(staged, name), (*[None] * len(tiler), 0))
         op = cpasync.CopyBulkTensorTileG2SOp()
         return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, stage, tiler))
 
     out = {}
     for codes in config.codes:
-        name, at = f"{codes.side}_codes", _SIDES.index(codes.side)
+        name, index = f"{codes.side}_codes", _SIDES.index(codes.side)
         width = None if depth is None else depth * codes.kind.bits // 8
-        view = codes_view(operands[at], width)
+        view = codes_view(operands[index], width)
         out[name] = copy(
             name, interleaved_rows(view) if codes.interleaves_halves else view, codes.tiler
         )
         if codes.scales:
-            of = row_scales_view if codes.kind.has_row_scales else scale_words_view
+            view_of = row_scales_view if codes.kind.has_row_scales else scale_words_view
             name += "_scales"
-            out[name] = copy(name, of(scales[at]), codes.scales)
+            out[name] = copy(name, view_of(scales[index]), codes.scales)
     return out
 
 
-def squares_of(
+def decoded_squares(
     config: Sm100GemmConfig, scales: tuple[cute.Tensor | None, cute.Tensor | None]
 ) -> tuple[cute.Tensor | None, ...]:
-    """Scales of squares of operands M and N that are decoded; None without."""
+    """Return the scales of squares of operands M and N that are decoded; None without."""
     decoded = {codes.side for codes in config.codes if codes.kind.has_squares}
     sides = zip(_SIDES, scales, strict=True)
     return tuple(squares_view(x) if side in decoded else None for side, x in sides)
@@ -67,6 +74,7 @@ class CodesLoadWarp(LoadWarp):
     """The load warp of codes and their block scales."""
 
     def num_k_tiles(self, tile: WorkTile) -> Int32:
+        """Return the number of stages of codes of a tile."""
         k_blocks = CODES_STAGES * K_BLOCKS
         return (tile.k_blocks + (k_blocks - 1)) // k_blocks
 
@@ -79,17 +87,19 @@ def codes_load_warp(
     tiles: TileReader,
     codes_pipeline: pipeline.PipelineTmaAsync,
 ) -> CodesLoadWarp:
-    """That of a CTA, the ``cta``-th of those that share a tile."""
+    """Return the load warp of the CTA with number ``cta`` among those that share a tile."""
     sides: dict[str, tuple[StageLoad, ...]] = dict.fromkeys(_SIDES, ())
     for codes in config.codes:
         name, kind = f"{codes.side}_codes", codes.kind
-        which = [(name, codes.tiler, 8 // kind.bits, False)]
+        loads = [(name, codes.tiler, 8 // kind.bits, False)]
         if codes.scales:
             divisor = DECODED_CHUNK_K if kind.has_row_scales else kind.scale_tile_k
-            which.append((f"{name}_scales", codes.scales, divisor, True))
-        rest = (cta * codes.rows, Int32(0), 1)
+            loads.append((f"{name}_scales", codes.scales, divisor, True))
+        cta_fields = (cta * codes.rows, Int32(0), 1)
         sides[codes.side] = tuple(
-            StageLoad(getattr(sources, name), getattr(shared, name), tiler, step, *rest, is_scale)
-            for name, tiler, step, is_scale in which
+            StageLoad(
+                getattr(sources, name), getattr(shared, name), tiler, step, *cta_fields, is_scale
+            )
+            for name, tiler, step, is_scale in loads
         )
     return CodesLoadWarp(config, *sides.values(), tiles, codes_pipeline)

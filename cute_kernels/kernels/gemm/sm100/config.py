@@ -1,12 +1,12 @@
-"""What the grouped GEMM for sm_100a is compiled for, and how it uses a CTA's memory.
+"""Configurations of the grouped GEMM for sm_100a, and how it uses a CTA's memory.
 
-The tensor core takes 128 rows of operand M but any 8 of N, of a pair of CTAs any 16. With
-``swap_ab`` the rows of a group are therefore operand N; with ``swap_partial`` only the last tile of
-a group has swapped operands, if it is partial. Instructions then multiply only as many rows of N as
-the tile has, rounded up.
+The tensor core multiplies 128 rows of operand M, but any multiple of 8 rows of N, or of 16 with a
+pair of CTAs. With ``swap_ab`` the rows of a group are therefore operand N. With ``swap_partial``
+only the last tile of a group has swapped operands, if it is partial. Instructions then multiply
+only as many rows of N as the tile has, rounded up.
 
-Codes that no instruction takes with the other operand have stages of their own, twice as long along
-K as those of what is multiplied, which warps decode them to: see ``decode``.
+Codes that no instruction multiplies by the other operand have stages of their own. These are twice
+as long along K as the stages of elements to which warps decode them: see ``decode``.
 """
 
 import math
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from cute_kernels.arch import get_arch
 from cute_kernels.layout.shapes import (
     DECODED_CHUNK_K,
     SF_TILE_BYTES,
@@ -33,7 +34,7 @@ TMEM_COLUMNS = 512
 TMEM_LANES = 32
 #: Bytes of one row of output that the epilogue handles at a time.
 STORE_BYTES = 128
-#: Rows of N by which instructions differ that fit themselves to the rows of a tile, in each CTA.
+#: Step of N of instructions that are as narrow as the rows of a tile, in each CTA.
 N_STEP = 8
 #: Rows of A that are loaded at a time where partial tiles have swapped operands.
 BOX_ROWS = 32
@@ -43,26 +44,29 @@ EPILOGUE_WARPS = 4
 SWAPPED_BLOCK = 32
 #: MMA instructions along K for one stage of shared memory: 128 bytes a row.
 K_BLOCKS = 4
-#: Columns of accumulators whose sums a thread has registers for.
+#: Number of columns of accumulators for whose sums a thread has registers.
 _PROMOTED_N = 128
-#: Stages of codes that are decoded, at least, and stages of what is multiplied for one of them.
-_LEAST_STAGES, CODES_STAGES = 3, 2
-_SMEM_CAPACITY = 232448
+#: Least number of stages of codes, and number of stages of elements that one of them becomes.
+_MIN_CODES_STAGES, CODES_STAGES = 3, 2
+_SMEM_CAPACITY = get_arch("sm_100a").smem_bytes
 #: Barriers, tile records and alignment.
 _SMEM_RESERVED = 2048
 
 
 @dataclass(frozen=True)
 class Sm100Tile(TileShape):
-    """What the tensor core works on at a time.
+    """Tile that the tensor core works on at a time.
 
-    ``swap_partial`` is ``swap_ab``, only in the last tile of a group and if that is partial.
+    Attributes:
+        swap_partial: As ``swap_ab``, but only in the last tile of a group and only if it is
+            partial.
     """
 
     swap_partial: bool = False
 
     @property
     def may_swap(self) -> bool:
+        """True if some tiles have swapped operands."""
         return self.swap_ab or self.swap_partial
 
 
@@ -80,10 +84,14 @@ SM100_TILES = (
 
 
 @dataclass(frozen=True)
-class Codes:
-    """An operand, ``"m"`` or ``"n"``, that is decoded, in one CTA.
+class DecodedOperand:
+    """An operand of codes that are decoded, in one CTA.
 
-    With ``interleaves_halves`` its rows are of both halves by turns.
+    Attributes:
+        side: "m" or "n".
+        kind: Kind of the operand.
+        rows: Rows of the operand in a tile.
+        interleaves_halves: Its rows belong to both halves in turn.
     """
 
     side: str
@@ -93,17 +101,19 @@ class Codes:
 
     @property
     def tiler(self) -> tuple[Any, int]:
+        """Rows and bytes of one stage."""
         return (2, self.rows // 2) if self.interleaves_halves else self.rows, self.row_bytes
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of codes of a row in one stage."""
         return DECODED_CHUNK_K * self.kind.bits // 8
 
     @property
     def scales(self) -> tuple[int, ...]:
         """Extents of the block scales in a stage: scale tiles as words, or fp32 of rows.
 
-        Empty where there are none, and of squares, of which a stage has one.
+        Empty without block scales, and for squares, of which a stage has one.
         """
         if self.kind.has_squares or not self.kind.is_block_scaled:
             return ()
@@ -113,10 +123,12 @@ class Codes:
 
     @property
     def scale_bytes(self) -> int:
+        """Bytes of block scales in a stage."""
         return 4 * math.prod(self.scales) if self.scales else 0
 
     @property
     def stage_bytes(self) -> int:
+        """Bytes of a stage, with block scales."""
         return self.rows * self.row_bytes + self.scale_bytes
 
 
@@ -135,6 +147,7 @@ class Sm100GemmConfig(GemmConfig):
         return Sm100Tile(128, 128)
 
     def tile_rules(self, tile: Sm100Tile) -> Iterator[Rule]:
+        """Yield the rules of what the kernel has code, registers and tensor memory for."""
         yield Rule(
             self.mma_kind.tcgen05 is not None,
             "operand",
@@ -174,13 +187,15 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def sharing_warps(self) -> int:
-        """Warps with swapped operands that have a part of a block of the output each."""
+        """Number of warps with swapped operands that share a block of a quantized output."""
         scale = self.result and self.result.scale
         return max(1, scale.vec_size * (1 + self.is_gated) // SWAPPED_BLOCK) if scale else 1
 
     def has_whole_blocks(self, tile: Sm100Tile) -> bool:
-        """Warps of one CTA have them if operands are swapped, otherwise threads, all whose scales
-        share a word.
+        """Return True if a tile holds whole blocks of a quantized output.
+
+        With swapped operands the warps of a CTA must hold them. Otherwise each thread must, with
+        all blocks whose scales share a word.
         """
         scale = self.result and self.result.scale
         if scale is None:
@@ -211,38 +226,42 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def promotes(self) -> bool:
-        """Whether sums of every 128 of K go to fp32 registers, times fp32 block scales."""
+        """True if sums of every 128 of K go to fp32 registers, times fp32 block scales."""
         return self.loads_row_scales and self.decoded_to is None
 
     @property
     def row_scales(self) -> tuple[bool, bool]:
-        """Whether single rows of operands M and N have scales that are multiplied by in fp32."""
+        """True for operands M and N if single rows have scales that are multiplied in fp32."""
         a, b = (self.promotes and not kind.has_squares for kind in (self.kind, self.b_kind))
         return (b, a) if self.tile.swap_ab else (a, b)
 
     @property
     def column_scale_bytes(self) -> int:
-        """Shared memory for scales of columns of accumulators: of two blocks of K, of each warp."""
+        """Shared memory for scales of columns of accumulators: two blocks of K for each warp."""
         return 4 * 2 * self.tile.n * 4 if self.row_scales[1] else 0
 
-    def _taken(self, kind: OperandKind) -> OperandKind:
-        """The kind as instructions take it: none take fp32 scales, but scales of the same elements
-        or none.
+    def _multiplied_kind(self, kind: OperandKind) -> OperandKind:
+        """Return the kind of an operand as instructions multiply it.
+
+        No instruction supports fp32 scales, so it is the kind with the same elements and other
+        scales, or none.
         """
         if self.decoded_to is not None:
             return self.decoded_to
         if not kind.has_row_scales:
             return kind
-        alike = (k for k in OPERANDS.values() if k.element == kind.element and k.tcgen05)
-        return next(k for k in alike if k.is_block_scaled == self.pow2_scales)
+        candidates = (k for k in OPERANDS.values() if k.element == kind.element and k.tcgen05)
+        return next(k for k in candidates if k.is_block_scaled == self.pow2_scales)
 
     @property
     def mma_kind(self) -> OperandKind:
-        return self._taken(self.kind)
+        """Kind of A as instructions multiply it."""
+        return self._multiplied_kind(self.kind)
 
     @property
     def multiplied(self) -> tuple[OperandKind, OperandKind]:
-        return self._taken(self.m_kind), self._taken(self.n_kind)
+        """Kinds of operands M and N as instructions multiply them."""
+        return self._multiplied_kind(self.m_kind), self._multiplied_kind(self.n_kind)
 
     @property
     def instruction_k(self) -> int:
@@ -254,10 +273,11 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def mma_tiler_mnk(self) -> tuple[int, int, int]:
+        """Rows of M and N, and K, of one stage."""
         return self.tile.m, self.tile.n, K_BLOCKS * self.instruction_k
 
     def instruction_n(self, rows: Any) -> Any:
-        """N of the instructions for a tile of so many rows of N, which need not be known yet."""
+        """Return N of the instructions for a tile with ``rows`` rows of N, known or dynamic."""
         step = N_STEP * self.tile.num_ctas
         return (rows + (step - 1)) & -step
 
@@ -270,7 +290,7 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def scale_tiles(self) -> tuple[int, int]:
-        """Tiles of block scales side by side along operands M and N in one CTA.
+        """Number of tiles of block scales along operands M and N in one CTA.
 
         A pair of CTAs splits those of M; both need all of N.
         """
@@ -281,28 +301,31 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def k_scale_tiles(self) -> int:
+        """Number of tiles of block scales along K of one stage."""
         if not self.mma_kind.is_block_scaled:
             return 0
         return K_BLOCKS // self.mma_kind.k_blocks_of_scale_tile
 
     @property
     def stage_bytes(self) -> int:
+        """Shared memory of one stage of elements and block scales in one CTA."""
         scales = sum(self.scale_tiles) * self.k_scale_tiles * SF_TILE_BYTES
         return sum(self.element_stage_bytes) + scales
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes that are loaded for a stage in one CTA: not those that are decoded."""
-        of_side = dict(zip(("m", "n"), self.element_stage_bytes, strict=True))
-        return self.stage_bytes - sum(of_side[codes.side] for codes in self.codes)
+        """Bytes that are loaded for a stage in one CTA, without elements that are decoded."""
+        side_bytes = dict(zip(("m", "n"), self.element_stage_bytes, strict=True))
+        return self.stage_bytes - sum(side_bytes[codes.side] for codes in self.codes)
 
     @property
-    def codes(self) -> tuple[Codes, ...]:
+    def codes(self) -> tuple[DecodedOperand, ...]:
+        """Operands that are decoded."""
         if self.decoded_to is None:
             return ()
         sides = ((self.m_kind, self.tile.m), (self.n_kind, self.tile.n))
         return tuple(
-            Codes(
+            DecodedOperand(
                 side,
                 kind,
                 rows // self.tile.num_ctas,
@@ -314,16 +337,18 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def codes_stage_bytes(self) -> int:
-        """Shared memory of a stage of codes and their block scales; 0 where none are decoded."""
+        """Shared memory of a stage of codes and their block scales; 0 if none are decoded."""
         return sum(codes.stage_bytes for codes in self.codes)
 
     @property
     def num_codes_stage(self) -> int:
-        left = self._stage_capacity - self.num_ab_stage * self.stage_bytes
-        return left // self.codes_stage_bytes
+        """Number of stages of codes."""
+        remaining = self._stage_capacity - self.num_ab_stage * self.stage_bytes
+        return remaining // self.codes_stage_bytes
 
     @property
     def _stage_capacity(self) -> int:
+        """Shared memory for all stages."""
         return _SMEM_CAPACITY - _SMEM_RESERVED - self.staged_bytes - self.column_scale_bytes
 
     @property
@@ -338,9 +363,10 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def num_ab_stage(self) -> int:
-        of_codes, left = self.codes_stage_bytes, self._stage_capacity
-        balanced = left // (self.stage_bytes + of_codes // CODES_STAGES)
-        return min(balanced, (left - _LEAST_STAGES * of_codes) // self.stage_bytes)
+        """Number of stages of elements."""
+        codes_bytes, capacity = self.codes_stage_bytes, self._stage_capacity
+        balanced = capacity // (self.stage_bytes + codes_bytes // CODES_STAGES)
+        return min(balanced, (capacity - _MIN_CODES_STAGES * codes_bytes) // self.stage_bytes)
 
     @property
     def store_columns(self) -> int:
@@ -349,26 +375,27 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def sf_columns(self) -> tuple[int, int]:
-        each = self.k_scale_tiles * SF_TILE_ROWS // TMEM_LANES
+        """Columns of tensor memory for the block scales of operands M and N in one stage."""
+        tile_columns = self.k_scale_tiles * SF_TILE_ROWS // TMEM_LANES
         m_tiles, n_tiles = self.scale_tiles
-        return each * m_tiles, each * n_tiles
+        return tile_columns * m_tiles, tile_columns * n_tiles
 
     @property
     def acc_overlap(self) -> int:
-        """Columns that the two accumulators in tensor memory have in common.
+        """Number of columns that the two accumulators in tensor memory have in common.
 
-        There are two, so that the MMA of one tile overlaps the epilogue of the one before.
+        There are two, so that the MMA of one tile overlaps the epilogue of the previous one.
         """
         return max(0, 2 * self.tile.n + sum(self.sf_columns) - TMEM_COLUMNS)
 
     @property
     def has_partial_tiles(self) -> bool:
-        """Whether tiles whose operands are not swapped may be partial."""
+        """True if tiles whose operands are not swapped may be partial."""
         return self.grouping == "m_grouped" and not self.tile.may_swap
 
     @property
     def num_acc_stage(self) -> int:
-        """Accumulators that the MMA may fill freely; where it promotes, sums are behind them."""
+        """Number of accumulators that the MMA may fill freely; promoted sums come after them."""
         if self.promotes:
             return TMEM_COLUMNS // _PROMOTED_N - 1
         return 1 if self.acc_overlap else 2
@@ -376,11 +403,16 @@ class Sm100GemmConfig(GemmConfig):
 
 @dataclass(frozen=True)
 class ScaleTilesConfig:
-    """One variant of the kernel that makes E8M0 tiles of fp32 scales, or puts those of B in order.
+    """One variant of the kernel that prepares block scales before a GEMM.
 
-    Scales are of squares or of rows, and B may have a matrix of them for each group. With
-    ``interleaves_halves`` row 2 i + h of tiles of B is row i of half h; with ``has_tiles`` there are tiles,
-    and only those of B change.
+    It converts fp32 scales to E8M0 tiles, or permutes the tiles of B.
+
+    Attributes:
+        a_squares: Scales of A belong to squares.
+        b_squares: Scales of B belong to squares.
+        is_b_uniform: B has a matrix of scales per group.
+        interleaves_halves: Row 2 i + h of tiles of B is row i of half h.
+        has_tiles: The scales are tiles already, and only those of B change.
     """
 
     a_squares: bool
@@ -393,7 +425,7 @@ class ScaleTilesConfig:
 
     @classmethod
     def for_gemm(cls, config: Sm100GemmConfig) -> "ScaleTilesConfig | None":
-        """What a GEMM's scales go through; None if they stay as they are."""
+        """Return the configuration for the scales of a GEMM; None if they stay as they are."""
         if not (config.reads_scale_tiles or config.interleaves_scales):
             return None
         squares = config.kind.has_squares, config.b_kind.has_squares

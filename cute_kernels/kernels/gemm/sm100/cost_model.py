@@ -1,9 +1,9 @@
-"""What a tile costs on sm_100a: a small model of time over the sizes that the host knows.
+"""A model of the time that a launch takes on sm_100a, from the sizes that the host knows.
 
-Group sizes are on the device, so all groups are taken to be of the mean size. A tile costs the
-larger of its MMA time and its load time; CTAs work in waves. The two rates below come from NVIDIA's
-figures for a B200 (dense FP4 peak, and half of it for each doubling of the element), not from
-measurements: they decide ties between tiles, never correctness.
+Group sizes are on the device, so all groups are assumed to have the mean size. A tile costs the
+larger of its MMA time and its load time, and CTAs work in waves. The two rates below come from
+NVIDIA's figures for a B200 (dense FP4 peak, and half of it for each doubling of the element), not
+from measurements. They decide ties between tiles, never correctness.
 """
 
 import math
@@ -26,7 +26,10 @@ _FILL_CYCLES = 2000
 def estimated_cycles(
     config: Sm100GemmConfig, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
 ) -> float:
-    # Not of memory: what a tile loads comes from L2 here.
+    """Return the estimated time of a launch in cycles.
+
+    ``bandwidth`` is not used: tiles are loaded from L2 here.
+    """
     tile, kind = config.tile, config.mma_kind
     tile_m, tile_n, tile_k = config.mma_tiler_mnk
     live = min(problem.groups, problem.rows)

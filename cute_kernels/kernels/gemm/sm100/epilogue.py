@@ -1,11 +1,12 @@
 """The epilogue warps: accumulators out of tensor memory, rescaled in fp32, into the output.
 
-The arithmetic is that of ``gemm.output``: packed instructions cannot be contracted into an FMA.
+The arithmetic is that of ``common.output_store``: packed instructions cannot be contracted into an
+FMA.
 
-A thread owns one row of the accumulator and takes 128 bytes of output at a time; a warp owns 32
+A thread owns one row of the accumulator and handles 128 bytes of output at a time; a warp owns 32
 rows and needs no other. Rows that all belong to the group leave through shared memory by TMA, which
-clips them to the output; at a group's end each thread stores its own row, if it has one. A gated
-activation makes 64 bytes of 128, and of what goes into it each half has as many. Tiles with swapped
+clips them to the output. At a group's end each thread stores its own row, if it has one. A gated
+activation makes 64 bytes of 128, and each half of its stored input has as many. Tiles with swapped
 operands: ``epilogue_swapped``.
 """
 
@@ -37,15 +38,15 @@ from ..common.problem import N_ALIGN
 from ..common.scheduler import WorkTile
 from .accumulators import AccReader
 from .config import Sm100GemmConfig
-from .quantize_epilogue import Rows
+from .quantize_epilogue import ThreadRows
 
 _SWIZZLE_ROWS = 8
-#: Numbers that an activation makes at a time: warps that decode leave no registers for more.
+#: Numbers that are activated at a time: warps that decode leave no registers for more.
 _AT_ONCE = 16
 
 
 def read_vector(tensor: cute.Tensor, offset: Int64, size: int = N_ALIGN) -> cute.Tensor:
-    """``size`` elements of ``tensor`` from element ``offset`` on as fp32 registers."""
+    """Return ``size`` elements of ``tensor`` from element ``offset`` on as fp32 registers."""
     narrow = cute.make_rmem_tensor(size, tensor.element_type)
     cute.autovec_copy(vector_at(tensor, offset, size), narrow)
     wide = cute.make_rmem_tensor(size, Float32)
@@ -54,29 +55,46 @@ def read_vector(tensor: cute.Tensor, offset: Int64, size: int = N_ALIGN) -> cute
 
 
 class Block(NamedTuple):
-    """What a thread stores of its row from column ``col`` on, of a group or half that has ``end``
-    columns.
+    """Values of a thread's row that are stored together.
+
+    Attributes:
+        values: The values, from column ``col`` on.
+        store: TMA store of the tensor.
+        tensor: The output or the stored preactivation.
+        col: First column, in the group or the half.
+        last_coordinate: Group or half of the columns.
+        end: Number of columns of the group or half.
     """
 
     values: cute.Tensor
     store: OutputStore
     tensor: cute.Tensor
     col: Int32
-    part: Any
+    last_coordinate: Any
     end: Int32
 
 
 def pairwise(
     operation: Callable[..., tuple[Float32, Float32]], target: cute.Tensor, operand: cute.Tensor
 ) -> None:
-    """``target = operation(target, operand)`` for fp32 registers, two a time, each rounded."""
+    """Compute ``target = operation(target, operand)`` for pairs of fp32 registers, each rounded."""
     for i in range(0, cute.size(target), 2):
         pair = operation((target[i], target[i + 1]), (operand[i], operand[i + 1]), rnd="rn")
         target[i], target[i + 1] = pair
 
 
 class Epilogue:
-    """What becomes of a tile whose operands are not swapped; ``store`` is None of codes."""
+    """Epilogue of tiles whose operands are not swapped.
+
+    Args:
+        config: Configuration of the kernel.
+        tensors: Tensors of the epilogue.
+        store: TMA store of the output; None if it is quantized.
+        z_store: TMA store of the preactivation; None if it is not stored.
+        acc: Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
+        cta_row: First row of this CTA in the tile.
+        acc_pipeline: Pipeline of the accumulators.
+    """
 
     def __init__(
         self,
@@ -95,7 +113,7 @@ class Epilogue:
         self.halves = 1 + config.is_gated
         self.out_type = DSL_TYPES[config.out_dtype]
         if config.result is not None:
-            self.quantized = Rows(config, tensors)
+            self.quantized = ThreadRows(config, tensors)
         self.cta_row = cta_row
         self.columns = config.store_columns
         load = tcgen05.Ld32x32bOp(tcgen05.Repetition(self.columns))
@@ -109,21 +127,21 @@ class Epilogue:
 
     @cute.jit
     def finish(self, tile: WorkTile, acc_state: pipeline.PipelineState, stage: Int32) -> Int32:
-        """Rescale and store a tile; the next staged block."""
+        """Rescale and store a tile; return the number of the next staged block."""
         warp_row = self.cta_row + self.warp * WARP_SIZE
         row = tile.m_row + warp_row + self.lane
-        left, whole = self.tensors.out.shape[1] - row, Boolean(True)
+        rows_left, is_whole = self.tensors.out.shape[1] - row, Boolean(True)
         if const_expr(self.config.has_partial_tiles):
-            left = tile.rows - warp_row - self.lane
-            whole = warp_row + WARP_SIZE <= tile.rows
-        in_group = left > 0
+            rows_left = tile.rows - warp_row - self.lane
+            is_whole = warp_row + WARP_SIZE <= tile.rows
+        in_group = rows_left > 0
         factor = Float32(1.0)
         if in_group:
-            at = row if const_expr(self.config.row_scaled) else tile.group
-            factor = self.tensors.factor(self.config, tile.group, at)
+            amax_index = row if const_expr(self.config.row_scaled) else tile.group
+            factor = self.tensors.factor(self.config, tile.group, amax_index)
         self.acc.wait(acc_state)
         if const_expr(self.config.result is not None):
-            self.quantize(tile, acc_state, row, left, factor)
+            self.quantize(tile, acc_state, row, rows_left, factor)
         else:
             num_blocks = self.config.tile.n // self.columns
             for step in cutlass.range(num_blocks, unroll=1):
@@ -132,9 +150,9 @@ class Epilogue:
                 if col < self.tensors.out.shape[2] * self.halves:
                     rounded = self.rescale(values, factor, tile.group, row, in_group, col)
                     for i in range_constexpr(self.num_blocks):
-                        # One after the other: all of them take too many registers.
+                        # One after the other: all of them would need too many registers.
                         block = self.block(i, rounded, tile.group, col)
-                        if whole:
+                        if is_whole:
                             self.store_whole(block, tile.m_row + warp_row, stage)
                             stage = (stage + 1) % self.config.num_store_stage
                         elif in_group:
@@ -143,13 +161,13 @@ class Epilogue:
 
     @property
     def num_blocks(self) -> int:
-        """What becomes of a row's values: the output, after what goes into an activation."""
+        """Number of blocks per row: the output, after the stored preactivation."""
         if not self.config.stores_preactivation:
             return 1
         return 3 if self.config.interleaves_halves else 2
 
     def block(self, i: int, rounded: cute.Tensor, group: Int32, col: Int32) -> Block:
-        """The ``i``-th of those that are made of values from column ``col`` of the product on."""
+        """Return the ``i``-th block of values from column ``col`` of the product on."""
         config, (out, z) = self.config, (self.tensors.out, self.tensors.z)
         is_last, end = i == self.num_blocks - 1, out.shape[2]
         if is_last and config.activation is None:
@@ -158,19 +176,19 @@ class Epilogue:
             )
         if not (is_last or config.interleaves_halves):
             return Block(rounded, self.z_store, z, col, 0, z.shape[2])
-        at = [range(half, self.columns, self.halves) for half in range(self.halves)]
-        words, rest = [], (col // self.halves, 0 if is_last else i, end)
+        columns = [range(half, self.columns, self.halves) for half in range(self.halves)]
+        words, target = [], (col // self.halves, 0 if is_last else i, end)
         if not is_last:
-            words = pack_words([rounded[j].to(Float32) for j in at[i]], config.out_dtype)
-            return Block(self.elements(words), self.z_store, z, *rest)
-        return Block(self.elements(self.activated(rounded)), self.store, out, *rest)
+            words = pack_words([rounded[j].to(Float32) for j in columns[i]], config.out_dtype)
+            return Block(self.elements(words), self.z_store, z, *target)
+        return Block(self.elements(self.activated(rounded)), self.store, out, *target)
 
     def activated(self, rounded: cute.Tensor) -> list[Uint32]:
-        """Words of what the activation makes of neighbours in a row of the product."""
+        """Return the words of the activation of neighbours in a row of the product."""
         words, step = [], _AT_ONCE * self.halves
-        for first in range(0, self.columns, step):
+        for first_column in range(0, self.columns, step):
             inputs = [
-                [rounded[first + j].to(Float32) for j in range(h, step, self.halves)]
+                [rounded[first_column + j].to(Float32) for j in range(h, step, self.halves)]
                 for h in range(self.halves)
             ]
             words += pack_words(apply_activation(self.config, inputs), self.config.out_dtype)
@@ -182,11 +200,13 @@ class Epilogue:
         tile: WorkTile,
         acc_state: pipeline.PipelineState,
         row: Int32,
-        left: Int32,
+        rows_left: Int32,
         factor: Float32,
     ) -> None:
-        """Quantize a tile: a thread has whole blocks of its row, each of some blocks of
-        accumulators or a part of one.
+        """Quantize a tile.
+
+        A thread has whole blocks of its row. Each consists of some blocks of accumulators, or is a
+        part of one.
         """
         num_blocks, columns = self.config.tile.n // self.columns, self.columns // self.halves
         global_scale, word = self.quantized.global_scale(tile.group), Uint32(0)
@@ -195,34 +215,35 @@ class Epilogue:
         # More than 0 where the group has rows of the slot's tile.
         in_slots = tile.rows - row_in_tile // TILE_ROWS * TILE_ROWS
         at_once = max(1, self.quantized.block // columns)
-        for first in cutlass.range(0, num_blocks, at_once, unroll=1):
+        for first_block in cutlass.range(0, num_blocks, at_once, unroll=1):
             starts, scales = [], Uint32(0)
             for step in range_constexpr(at_once):
                 starts.append(
                     tile.n_row // self.halves
-                    + self.acc.block_at(first + step, num_blocks, acc_state) * columns
+                    + self.acc.block_at(first_block + step, num_blocks, acc_state) * columns
                 )
-            if left + self.lane > 0:
+            if rows_left + self.lane > 0:
                 words = []
                 for step in range_constexpr(at_once):
-                    values = self.acc.read(first + step, num_blocks, acc_state)
+                    values = self.acc.read(first_block + step, num_blocks, acc_state)
                     rounded = self.rescale(
-                        values, factor, tile.group, row, left > 0, starts[step] * self.halves
+                        values, factor, tile.group, row, rows_left > 0, starts[step] * self.halves
                     )
                     words += self.activated(rounded)
-                scales = self.quantized.store_blocks(words, starts, row, left, global_scale)
+                scales = self.quantized.store_blocks(words, starts, row, rows_left, global_scale)
             else:
                 for step in range_constexpr(at_once):
-                    self.acc.read(first + step, num_blocks, acc_state)
-            # So many of the loop give a word of scales: one of a block, or four bytes.
+                    self.acc.read(first_block + step, num_blocks, acc_state)
+            # Iterations that give a word of scales: one per block, or four bytes.
             per_word = max(1, self.quantized.word_columns // columns // at_once)
-            place = starts[0] // columns % per_word
-            word = word | (scales << (place * (32 // per_word)))
-            if first // at_once % per_word == per_word - 1:
-                self.quantized.store_word(word, slot, starts[0], left, in_slots)
+            position = starts[0] // columns % per_word
+            word = word | (scales << (position * (32 // per_word)))
+            if first_block // at_once % per_word == per_word - 1:
+                self.quantized.store_word(word, slot, starts[0], rows_left, in_slots)
                 word = Uint32(0)
 
     def elements(self, words: list[Uint32]) -> cute.Tensor:
+        """Return words as elements of the output's type."""
         out = cute.make_rmem_tensor(len(words), Uint32)
         for i, word in enumerate(words):
             out[i] = word
@@ -245,40 +266,41 @@ class Epilogue:
             factors.fill(factor)
             pairwise(cute.arch.mul_packed_f32x2, values, factors)
         for i in range_constexpr(0, self.columns, N_ALIGN):
-            part = cute.make_tensor(values.iterator + i, cute.make_layout(N_ALIGN))
+            vector = cute.make_tensor(values.iterator + i, cute.make_layout(N_ALIGN))
             if const_expr(tensors.bias is not None):
                 if col + i < cols:
-                    at = Int64(group) * tensors.bias.stride[0]
+                    offset = Int64(group) * tensors.bias.stride[0]
                     if const_expr(self.config.interleaves_halves):
                         size = N_ALIGN // 2
-                        a = read_vector(tensors.bias, at + (col + i) // 2, size)
-                        b = read_vector(tensors.bias, at + (col + i + cols) // 2, size)
+                        a = read_vector(tensors.bias, offset + (col + i) // 2, size)
+                        b = read_vector(tensors.bias, offset + (col + i + cols) // 2, size)
                         addends = cute.make_rmem_tensor(N_ALIGN, Float32)
                         for j in range_constexpr(size):
                             addends[2 * j], addends[2 * j + 1] = a[j], b[j]
                     else:
-                        addends = read_vector(tensors.bias, at + (col + i))
-                    pairwise(cute.arch.add_packed_f32x2, part, addends)
+                        addends = read_vector(tensors.bias, offset + (col + i))
+                    pairwise(cute.arch.add_packed_f32x2, vector, addends)
             if const_expr(self.config.accumulate):
                 if in_group and col + i < cols:
-                    at = out_offset(self.config, tensors.out, group, row, col + i)
-                    old = read_vector(tensors.out, at)
-                    pairwise(cute.arch.add_packed_f32x2, part, old)
+                    offset = out_offset(self.config, tensors.out, group, row, col + i)
+                    old = read_vector(tensors.out, offset)
+                    pairwise(cute.arch.add_packed_f32x2, vector, old)
         rounded = cute.make_rmem_tensor(self.columns, self.out_type)
         rounded.store(values.load().to(self.out_type))
         return rounded
 
     @cute.jit
     def store_row(self, block: Block, group: Int32, row: Int32) -> None:
-        first = block.col
+        """Store a block of a row without TMA."""
+        first_column = block.col
         if const_expr(self.halves > 1):
-            first += block.part * block.end
+            first_column += block.last_coordinate * block.end
         for i in range_constexpr(0, cute.size(block.values), N_ALIGN):
             if block.col + i < block.end:
-                part = cute.make_tensor(block.values.iterator + i, cute.make_layout(N_ALIGN))
-                offset = out_offset(self.config, block.tensor, group, row, first + i)
+                vector = cute.make_tensor(block.values.iterator + i, cute.make_layout(N_ALIGN))
+                offset = out_offset(self.config, block.tensor, group, row, first_column + i)
                 target = vector_at(block.tensor, offset, N_ALIGN)
-                cute.autovec_copy(part, target)
+                cute.autovec_copy(vector, target)
 
     @cute.jit
     def store_whole(self, block: Block, row: Int32, stage: Int32) -> None:
@@ -288,21 +310,23 @@ class Epilogue:
         self.store_pipeline.producer_acquire()
         cute.arch.sync_warp()
         slot = self.warp * self.config.num_store_stage + stage
-        # Lanes write the 16-byte chunks of their rows where the swizzle of so many bytes has them;
-        # eight lanes then touch all banks.
+        # Lanes write the 16-byte chunks of their rows in the order of the swizzle of row_bytes.
+        # Eight lanes then touch all banks.
         base = (
             block.store.shared.iterator.toint() + slot * (WARP_SIZE * 128) + self.lane * row_bytes
         )
         per_chunk = VECTOR_BYTES * 8 // rounded.element_type.width
         swizzle = self.lane % _SWIZZLE_ROWS // (128 // row_bytes)
         for chunk in range_constexpr(row_bytes // VECTOR_BYTES):
-            place = base + (chunk ^ swizzle) * VECTOR_BYTES
+            address = base + (chunk ^ swizzle) * VECTOR_BYTES
             space = cute.AddressSpace.smem
-            pointer = cute.make_ptr(rounded.element_type, place, space, assumed_align=VECTOR_BYTES)
+            pointer = cute.make_ptr(
+                rounded.element_type, address, space, assumed_align=VECTOR_BYTES
+            )
             vector = cute.make_layout(per_chunk)
-            part = cute.make_tensor(rounded.iterator + chunk * per_chunk, vector)
-            cute.autovec_copy(part, cute.make_tensor(pointer, vector))
+            chunk_values = cute.make_tensor(rounded.iterator + chunk * per_chunk, vector)
+            cute.autovec_copy(chunk_values, cute.make_tensor(pointer, vector))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        block.store.copy(slot * (128 // row_bytes), row, block.col, block.part)
+        block.store.copy(slot * (128 // row_bytes), row, block.col, block.last_coordinate)
         self.store_pipeline.producer_commit()

@@ -1,11 +1,11 @@
 """The epilogue of tiles with swapped operands: accumulator rows are columns of the output.
 
-The arithmetic is that of ``epilogue``. A warp owns 32 columns of the output and takes 32 rows at a
-time. Tensor memory gives each thread pairs of neighbouring rows, in the fragments of an 8x8 matrix,
-so rows can be rescaled two at a time; ``stmatrix`` transposes them on their way into shared memory.
-Blocks whose rows all belong to the group leave by TMA where ``swap_partial`` has tiles of many
-rows; of others, and where they go through an activation, lanes store vectors of the rows that the
-group has.
+The arithmetic is that of ``epilogue``. A warp owns 32 columns of the output and handles 32 rows at
+a time. Tensor memory gives each thread pairs of neighbouring rows, in the fragments of an 8x8
+matrix, so that rows are rescaled two at a time. ``stmatrix`` transposes them on their way into
+shared memory. Blocks whose rows all belong to the group leave by TMA where ``swap_partial`` has
+tiles of many rows. From other blocks, and before an activation, lanes store vectors of the rows
+that the group has.
 """
 
 import cutlass
@@ -32,10 +32,17 @@ _FRAGMENTS = SWAPPED_BLOCK // _FRAGMENT
 
 
 class SwappedEpilogue:
-    """What becomes of a tile whose operands are swapped.
+    """Epilogue of tiles whose operands are swapped.
 
-    ``staged`` are blocks of all warps in shared memory, ``block_store`` TMA stores of them, None if
-    none leave by TMA: then a warp has one of them, otherwise it uses two by turns.
+    Args:
+        config: Configuration of the kernel.
+        tensors: Tensors of the epilogue.
+        staged: Blocks of all warps in shared memory.
+        block_store: TMA store of the blocks; None if none leave by TMA. Then a warp has one block,
+            otherwise it uses two in turn.
+        acc: Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
+        cta_row: First row of operand M of this CTA in the tile.
+        acc_pipeline: Pipeline of the accumulators.
     """
 
     def __init__(
@@ -68,37 +75,38 @@ class SwappedEpilogue:
 
     @cute.jit
     def finish(self, tile: WorkTile, acc_state: pipeline.PipelineState) -> None:
+        """Rescale and store a tile."""
         config = self.config
         row, col, sf_row = tile.n_row, tile.m_row, tile.n_sf_row
         if const_expr(config.tile.swap_partial):
             row, col, sf_row = tile.m_row, tile.n_row, tile.m_sf_row
-            # Blocks of the tile before may still be on their way out of the same memory.
+            # TMA may still read blocks of the previous tile from the same memory.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         col += self.warp_col
         rows = cutlass.min(tile.rows, config.tile.n)
         num_blocks = (rows + (SWAPPED_BLOCK - 1)) >> 5
-        # Factors are on their way while the block before is waited for and stored.
-        first = self.acc.block_at(Int32(0), num_blocks, acc_state) * SWAPPED_BLOCK
-        factor = self.load_factor(tile.group, row + first, rows - first)
+        # Factors are loaded while the previous block is waited for and stored.
+        first_row = self.acc.block_at(Int32(0), num_blocks, acc_state) * SWAPPED_BLOCK
+        factor = self.load_factor(tile.group, row + first_row, rows - first_row)
         biases = self.load_biases(tile.group, col)
         if const_expr(config.result is not None):
             global_scale = self.quantized.global_scale(tile.group)
-            # Amaxes of the tile before have been read.
+            # Wait until amaxes of the previous tile have been read.
             self.quantized.sync()
         self.acc.wait(acc_state)
         for step in cutlass.range(num_blocks, unroll=1):
-            first = self.acc.block_at(step, num_blocks, acc_state) * SWAPPED_BLOCK
+            first_row = self.acc.block_at(step, num_blocks, acc_state) * SWAPPED_BLOCK
             factors = self.exchange(factor)
             if step + 1 < num_blocks:
-                after = self.acc.block_at(step + 1, num_blocks, acc_state) * SWAPPED_BLOCK
-                factor = self.load_factor(tile.group, row + after, rows - after)
+                next_row = self.acc.block_at(step + 1, num_blocks, acc_state) * SWAPPED_BLOCK
+                factor = self.load_factor(tile.group, row + next_row, rows - next_row)
             if const_expr(self.block_store is not None):
                 # All lanes wait for this before they write: there is a barrier in between.
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
             values = self.acc.read(step, num_blocks, acc_state)
             self.rescale(values, factors, biases)
             if const_expr(config.accumulate):
-                self.add_output(values, tile.group, row + first, rows - first, col)
+                self.add_output(values, tile.group, row + first_row, rows - first_row, col)
             slot = step % 2 if const_expr(self.block_store is not None) else Int32(0)
             block = self.staged + slot * self.block_bytes
             self.stage(values, block)
@@ -107,21 +115,27 @@ class SwappedEpilogue:
                 vectors = [
                     load_shared(self.chunk_at(block, self.lane, i), 4) for i in range(self.chunks)
                 ]
-                at = first + self.lane
+                lane_row = first_row + self.lane
                 self.quantized.store(
-                    vectors, row + at, sf_row + at, rows - at, col, step, global_scale
+                    vectors,
+                    row + lane_row,
+                    sf_row + lane_row,
+                    rows - lane_row,
+                    col,
+                    step,
+                    global_scale,
                 )
             elif const_expr(self.block_store is None):
                 cute.arch.sync_warp()
-                self.store(block, tile.group, row + first, rows - first, col)
-            elif rows - first >= SWAPPED_BLOCK:
+                self.store(block, tile.group, row + first_row, rows - first_row, col)
+            elif rows - first_row >= SWAPPED_BLOCK:
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
-                self.block_store.copy(self.first_slot + slot, row + first, col, 0)
+                self.block_store.copy(self.first_slot + slot, row + first_row, col, 0)
                 cute.arch.cp_async_bulk_commit_group()
             else:
                 cute.arch.sync_warp()
-                self.store(block, tile.group, row + first, rows - first, col)
+                self.store(block, tile.group, row + first_row, rows - first_row, col)
         if const_expr(config.result is not None):
             if tile.rows <= config.tile.n:
                 self.quantized.finish(sf_row, num_blocks * SWAPPED_BLOCK, rows, col)
@@ -130,36 +144,38 @@ class SwappedEpilogue:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def fragment_row(self) -> Int32:
+        """Return this thread's first row in a fragment."""
         return self.lane % 4 * 2
 
     @cute.jit
     def load_biases(self, group: Int32, col: Int32) -> cute.Tensor | None:
+        """Return the biases of this thread's columns; None without a bias."""
         bias = self.tensors.bias
         if const_expr(bias is None):
             return None
         out = cute.make_rmem_tensor(_FRAGMENTS, Float32)
         out.fill(0.0)
         for i in range_constexpr(_FRAGMENTS):
-            at = col + i * _FRAGMENT + self.lane // 4
-            if at < bias.shape[1]:
+            index = col + i * _FRAGMENT + self.lane // 4
+            if index < bias.shape[1]:
                 if const_expr(self.config.interleaves_halves):
-                    at = at // 2 + at % 2 * (bias.shape[1] // 2)
-                out[i] = bias[group, at].to(Float32)
+                    index = index // 2 + index % 2 * (bias.shape[1] // 2)
+                out[i] = bias[group, index].to(Float32)
         return out
 
     @cute.jit
     def load_factor(self, group: Int32, row: Int32, rows: Int32) -> Float32:
-        """The factor of one row of a block for each lane, 1 where there is none."""
+        """Return the factor of one row of a block per lane; 1 without."""
         factor = Float32(1.0)
         if const_expr(self.tensors.has_factor):
             if self.lane < rows:
-                at = row + self.lane if const_expr(self.config.row_scaled) else group
-                factor = self.tensors.factor(self.config, group, at)
+                amax_index = row + self.lane if const_expr(self.config.row_scaled) else group
+                factor = self.tensors.factor(self.config, group, amax_index)
         return factor
 
     @cute.jit
     def exchange(self, factor: Float32) -> cute.Tensor | None:
-        """Factors of this thread's rows, two in each of four fragments, from the lanes' factors."""
+        """Return the factors of this thread's rows, two per fragment, from other lanes."""
         if const_expr(not self.tensors.has_factor):
             return None
         cute.arch.sync_warp()
@@ -172,10 +188,11 @@ class SwappedEpilogue:
     def rescale(
         self, values: cute.Tensor, factors: cute.Tensor | None, biases: cute.Tensor | None
     ) -> None:
+        """Multiply values by factors and add biases, in place."""
         terms = cute.make_rmem_tensor(2, Float32)
         for i in range(0, cute.size(values), 2):
             pair = cute.make_tensor(values.iterator + i, cute.make_layout(2))
-            col_part, row_part = _parts(i)
+            col_part, row_part = _fragment_of(i)
             if factors is not None:
                 for j in range(2):
                     terms[j] = factors[2 * row_part + j]
@@ -188,27 +205,27 @@ class SwappedEpilogue:
     def add_output(
         self, values: cute.Tensor, group: Int32, row: Int32, rows: Int32, col: Int32
     ) -> None:
-        """Add what the output holds in ``rows`` rows from ``row`` on."""
+        """Add the old output in ``rows`` rows from ``row`` on."""
         out = self.tensors.out
         terms = cute.make_rmem_tensor(cute.size(values), Float32)
         terms.fill(0.0)
         for i in range_constexpr(cute.size(values)):
-            col_part, row_part = _parts(i)
+            col_part, row_part = _fragment_of(i)
             at_row = row_part * _FRAGMENT + self.fragment_row() + i % 2
             at_col = col + col_part * _FRAGMENT + self.lane // 4
             if at_row < rows and at_col < out.shape[2]:
                 offset = out_offset(self.config, out, group, row + at_row, at_col)
-                place = cute.make_tensor(out.iterator + offset, cute.make_layout(1))
-                terms[i] = place[0].to(Float32)
+                element = cute.make_tensor(out.iterator + offset, cute.make_layout(1))
+                terms[i] = element[0].to(Float32)
         pairwise(cute.arch.add_packed_f32x2, values, terms)
 
     def chunk_at(self, block: Int32, row: Int32, chunk: Int32 | int) -> Int32:
-        """Address of 16 bytes of a row of a staged block, where TMA's swizzle has them."""
+        """Return the address of 16 bytes of a row of a staged block, swizzled as for TMA."""
         swizzle = row % 8 if self.chunks == 8 else row // 2 % 4
         return block + row * self.row_bytes + (chunk ^ swizzle) * _CHUNK_BYTES
 
     def rounded(self, values: cute.Tensor, i: int) -> cute.Tensor:
-        """Elements ``i`` and ``i + 1`` in the output's type; pairs alone stay in one register."""
+        """Return elements ``i`` and ``i + 1`` in the output's type, in one register if it fits."""
         out = cute.make_rmem_tensor(2, self.out_type)
         pair = cute.make_tensor(values.iterator + i, cute.make_layout(2))
         out.store(pair.load().to(self.out_type))
@@ -220,49 +237,51 @@ class SwappedEpilogue:
         if const_expr(self.out_type.width == 16):
             for row_part in range_constexpr(_FRAGMENTS):
                 # Lanes 8 i to 8 i + 7 address the rows of the fragment of columns 8 i to 8 i + 7.
-                place = self.chunk_at(block, row_part * _FRAGMENT + self.lane % 8, self.lane // 8)
+                address = self.chunk_at(block, row_part * _FRAGMENT + self.lane % 8, self.lane // 8)
                 fragments = [
                     cute.recast_tensor(self.rounded(values, _index(col_part, row_part)), Uint32)[0]
                     for col_part in range(_FRAGMENTS)
                 ]
                 asm_volatile(
                     "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
-                    (place, *fragments),
+                    (address, *fragments),
                 )
         else:
             for i in range_constexpr(cute.size(values)):
-                col_part, row_part = _parts(i)
+                col_part, row_part = _fragment_of(i)
                 row = row_part * _FRAGMENT + self.fragment_row() + i % 2
                 # A fragment is two chunks wide.
                 chunk = col_part * 2 + self.lane // 16
-                place = self.chunk_at(block, row, chunk) + self.lane // 4 % 4 * 4
-                pointer = cute.make_ptr(self.out_type, place, cute.AddressSpace.smem)
+                address = self.chunk_at(block, row, chunk) + self.lane // 4 % 4 * 4
+                pointer = cute.make_ptr(self.out_type, address, cute.AddressSpace.smem)
                 cute.make_tensor(pointer, cute.make_layout(1))[0] = values[i]
 
     @cute.jit
     def store(self, block: Int32, group: Int32, row: Int32, rows: Int32, col: Int32) -> None:
-        """Store the rows of a staged block that the group has: ``rows`` from ``row`` on."""
+        """Store the ``rows`` rows of a staged block that the group has, from ``row`` on."""
         out, per_chunk = self.tensors.out, _CHUNK_BYTES * 8 // self.out_type.width
         rows_at_once = WARP_SIZE // self.chunks
-        own_row, chunk = self.lane // self.chunks, self.lane % self.chunks
+        lane_row, chunk = self.lane // self.chunks, self.lane % self.chunks
         col += chunk * per_chunk
-        offset = out_offset(self.config, out, group, row + own_row, col)
+        offset = out_offset(self.config, out, group, row + lane_row, col)
         vector = cute.make_layout(per_chunk)
         if const_expr(self.config.activation is not None):
             window = Window.locate(
-                self.config, self.tensors, group, row + own_row, col, rows - own_row
+                self.config, self.tensors, group, row + lane_row, col, rows - lane_row
             )
-            places = [(i, 0) for i in range(0, SWAPPED_BLOCK, rows_at_once)]
-            vectors = [load_shared(self.chunk_at(block, own_row + i, chunk), 4) for i, _ in places]
-            for i in range_constexpr(0, len(places), 2):
-                store_activated(self.config, vectors[i : i + 2], window, places[i : i + 2])
+            positions = [(i, 0) for i in range(0, SWAPPED_BLOCK, rows_at_once)]
+            vectors = [
+                load_shared(self.chunk_at(block, lane_row + i, chunk), 4) for i, _ in positions
+            ]
+            for i in range_constexpr(0, len(positions), 2):
+                store_activated(self.config, vectors[i : i + 2], window, positions[i : i + 2])
         elif col < out.shape[2]:
             for i in range_constexpr(SWAPPED_BLOCK // rows_at_once):
-                at = own_row + i * rows_at_once
-                if at < rows:
+                block_row = lane_row + i * rows_at_once
+                if block_row < rows:
                     pointer = cute.make_ptr(
                         self.out_type,
-                        self.chunk_at(block, at, chunk),
+                        self.chunk_at(block, block_row, chunk),
                         cute.AddressSpace.smem,
                         assumed_align=_CHUNK_BYTES,
                     )
@@ -271,12 +290,12 @@ class SwappedEpilogue:
                     cute.autovec_copy(cute.make_tensor(pointer, vector), target)
 
 
-def _parts(i: int) -> tuple[int, int]:
-    """The fragments, by column and by row of the output, of a thread's ``i``-th element."""
-    # 16 rows of the accumulator a load; of each, eight and eight for every fragment of columns.
+def _fragment_of(i: int) -> tuple[int, int]:
+    """Return the fragments, by column and by row of the output, of a thread's ``i``-th element."""
+    # A load covers 16 rows of the accumulator: two times eight for every fragment of columns.
     return i // (4 * _FRAGMENTS) * 2 + i // 2 % 2, i // 4 % _FRAGMENTS
 
 
 def _index(col_part: int, row_part: int) -> int:
-    """The first element of a pair of fragments, see ``_parts``."""
+    """Return the index of the first element of a pair of fragments, see ``_fragment_of``."""
     return col_part // 2 * (4 * _FRAGMENTS) + row_part * 4 + col_part % 2 * 2

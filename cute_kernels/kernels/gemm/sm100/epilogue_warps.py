@@ -1,4 +1,4 @@
-"""The epilogue warps: each tile to the epilogue that it takes, and zeros where there is none."""
+"""The epilogue warps: they pass each tile to its epilogue, or write zeros."""
 
 import cutlass
 from cutlass import Int32, const_expr, cute, range_constexpr
@@ -12,12 +12,16 @@ from .promotion import Promoter
 
 
 class EpilogueWarps:
-    """The four epilogue warps:
+    """The four epilogue warps.
 
-    ``direct`` for tiles whose operands are not swapped, ``swapped`` for the others.
-
-    Each is None if there are none. ``promoter`` makes the sums of a tile; None if accumulators have
-    them.
+    Args:
+        config: Configuration of the kernel.
+        tensors: Tensors of the epilogue.
+        direct: Epilogue of tiles whose operands are not swapped; None if there are none.
+        swapped: Epilogue of tiles whose operands are swapped; None if there are none.
+        cta_row: First row of this CTA in the tile.
+        tiles: Reader of the tile records.
+        promoter: Computes the sums of a tile; None if accumulators hold them.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class EpilogueWarps:
 
     @cute.jit
     def run(self) -> None:
+        """Finish all tiles of this CTA."""
         tile_shape = self.config.tile
         either = self.swapped if self.direct is None else self.direct
         tile_state, acc_state = self.tiles.new_state(), either.acc.new_state()
@@ -69,7 +74,7 @@ class EpilogueWarps:
 
     @cute.jit
     def store_zeros(self, tile: WorkTile) -> None:
-        """Zeros for this CTA's part of a tile; exact, whatever the factors are."""
+        """Store zeros for this CTA's rows of a tile; they are exact, whatever the factors are."""
         out, config = self.tensors.out, self.config
         z = self.tensors.z
         row, col, rows = tile.m_row, tile.n_row, tile.rows
@@ -106,9 +111,7 @@ class EpilogueWarps:
         row: Int32,
         rows: Int32,
     ) -> None:
-        """Zeros in ``num_cols`` columns of a tensor from ``col`` on, up to ``end``, and ``rows``
-        rows.
-        """
+        """Store zeros in ``num_cols`` columns, from ``col`` up to ``end``, of ``rows`` rows."""
         per_vector = VECTOR_BYTES * 8 // x.element_type.width
         lanes = num_cols // per_vector
         zeros = cute.make_rmem_tensor(per_vector, x.element_type)

@@ -1,9 +1,8 @@
-"""Rows of tokens into the stages by an index: TMA copies four of them for each lane (``gather4``).
+"""Rows of tokens into the stages by an index: TMA copies four rows for each lane (``gather4``).
 
 A stage has some rows in panels of 128 bytes. In an m_grouped product those are rows of the tile,
-the same in all its stages; in a k_grouped product a stage has the next rows along K. Rows past the
-group's last have the number -1 there: of numbers that are none of the rows there are TMA makes
-zeros.
+the same in all its stages. In a k_grouped product a stage has the next rows along K. Rows past the
+group's last have the number -1: TMA returns zeros for numbers out of range.
 """
 
 from typing import Any
@@ -25,12 +24,12 @@ from .storage import Stages
 
 #: Rows of a copy, and bytes of each.
 _ROWS, _ROW_BYTES = 4, 128
-#: Of the address of a barrier: that of the first CTA of a pair.
+#: Mask that turns the address of a barrier into that of the first CTA of a pair.
 _FIRST_OF_PAIR = 0xFEFFFFFF
 
 
 def row_source(config: Sm100GemmConfig, matrix: cute.Tensor) -> TmaSource:
-    """The TMA copy of ``_ROW_BYTES`` of one row of a matrix."""
+    """Return the TMA copy of ``_ROW_BYTES`` of one row of a matrix."""
     element = element_type(config.kind)
     width = _ROW_BYTES * 8 // element.width
     pitch = cute.assume(Int64(matrix.stride[0]), PITCH_ALIGNMENT * 8 // element.width)
@@ -43,11 +42,14 @@ def row_source(config: Sm100GemmConfig, matrix: cute.Tensor) -> TmaSource:
 
 
 class GatherLoad:
-    """This CTA's part of the load of rows by an index.
+    """Load of this CTA's rows by an index.
 
     Args:
-        atom: copies of parts of a row of the matrix.
-        index: (T,) int32, the row of the matrix of each row of the product.
+        config: Configuration of the kernel.
+        atom: TMA copy of ``_ROW_BYTES`` of a row of the matrix.
+        index: (T,) int32, the row of the matrix for each row of the product.
+        shared: Stages in shared memory.
+        cta: Number of this CTA in the pair.
     """
 
     def __init__(
@@ -71,39 +73,44 @@ class GatherLoad:
         lane = cute.arch.lane_idx()
         self.row, self.panel = lane % copies * _ROWS, lane // copies
         self.copies_rows = self.panel < panels
-        at = ((self.row, 0), 0, 0, 0)
+        coordinate = ((self.row, 0), 0, 0, 0)
         if self.along_k:
             k = config.instruction_k
-            at = ((self.panel % panels * self.width, self.row % k), 0, self.row // k, 0)
-        self.shared = stages.iterator.toint() + cute.crd2idx(at, stages.layout) * (
+            coordinate = ((self.panel % panels * self.width, self.row % k), 0, self.row // k, 0)
+        self.shared = stages.iterator.toint() + cute.crd2idx(coordinate, stages.layout) * (
             config.kind.bits // 8
         )
         self.barrier_mask = Int32(_FIRST_OF_PAIR - (1 << 32) if config.tile.num_ctas > 1 else -1)
 
     @cute.jit
     def start(self, tile: WorkTile, cta_rows: Any) -> cute.Tensor:
-        """The rows of this lane's first copies; the CTA before this one has ``cta_rows`` of the
-        tile's, or all of K.
+        """Return the row numbers of this lane's first copies.
+
+        The CTA before this one has ``cta_rows`` rows of the tile; along K both have all rows.
         """
         rows = cute.make_rmem_tensor(_ROWS, Int32)
         if const_expr(self.along_k):
             self.list_rows(rows, tile.k_start, tile.rows)
         else:
-            first = self.cta * cta_rows
+            cta_first_row = self.cta * cta_rows
             self.list_rows(
-                rows, (tile.m_row if self.is_m else tile.n_row) + first, tile.rows - first
+                rows,
+                (tile.m_row if self.is_m else tile.n_row) + cta_first_row,
+                tile.rows - cta_first_row,
             )
         return rows
 
-    def list_rows(self, rows: cute.Tensor, first: Int32, left: Int32) -> None:
-        """Read this lane's rows: the stage's begin at ``first`` in the index, ``left`` are of the
+    def list_rows(self, rows: cute.Tensor, first_row: Int32, num_rows: Int32) -> None:
+        """Read this lane's row numbers of a stage.
+
+        The stage's rows begin at ``first_row`` in the index, and ``num_rows`` rows are left in the
         group.
         """
         for i in range(_ROWS):
             local = self.row + i
-            address = self.index.iterator.toint() + Int64(first + local) * 4
-            read = load_global_if(address, 4, local, left)[0]
-            rows[i] = Int32(select(local < left, read, Uint32(0xFFFFFFFF)))
+            address = self.index.iterator.toint() + Int64(first_row + local) * 4
+            read = load_global_if(address, 4, local, num_rows)[0]
+            rows[i] = Int32(select(local < num_rows, read, Uint32(0xFFFFFFFF)))
 
     @cute.jit
     def copy(
@@ -115,17 +122,21 @@ class GatherLoad:
         barrier: cute.Pointer,
         end: Any,
     ) -> None:
-        """Fill the ``k_tile``-th stage of a tile, but for rows from ``end`` on, and read the next
-        one's rows.
+        """Fill the ``k_tile``-th stage of a tile up to row ``end``.
+
+        Then read the row numbers of the next stage, if it has other rows.
         """
         column = k_tile * self.width
         if const_expr(self.along_k):
             column = tile.n_row + self.cta * self.cta_rows + self.panel * self.width
         is_copied = Int32(self.copies_rows & (self.row < end))
-        place, barrier = self.shared + stage * self.stage_bytes, barrier.toint() & self.barrier_mask
+        address, barrier = (
+            self.shared + stage * self.stage_bytes,
+            barrier.toint() & self.barrier_mask,
+        )
         self.issue(
             [
-                place,
+                address,
                 _address(self.atom),
                 column,
                 *(rows[i] for i in range(_ROWS)),
@@ -134,18 +145,22 @@ class GatherLoad:
             ]
         )
         if const_expr(self.along_k):
-            done = (k_tile + 1) * self.rows
-            self.list_rows(rows, tile.k_start + done, tile.rows - done)
+            rows_read = (k_tile + 1) * self.rows
+            self.list_rows(rows, tile.k_start + rows_read, tile.rows - rows_read)
 
     def issue(self, operands: list[Any]) -> None:
-        pair = ".cta_group::2" if self.config.tile.num_ctas > 1 else ""
+        """Issue a predicated ``gather4`` copy."""
+        name = "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier"
+        name += "::complete_tx::bytes"
+        if self.config.tile.num_ctas > 1:
+            name += ".cta_group::2"
         asm_volatile(
             f"""{{
-		.reg .pred p;
-		setp.ne.s32 p, $8, 0;
-		@p cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes{pair}
+        .reg .pred p;
+        setp.ne.s32 p, $8, 0;
+        @p {name}
           [$0], [$1, {{$2, $3, $4, $5, $6}}], [$7];
-		}}""",
+        }}""",
             operands,
         )
 

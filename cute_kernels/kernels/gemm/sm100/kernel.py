@@ -1,27 +1,28 @@
 """The persistent, warp-specialised grouped GEMM for sm_100a.
 
-Roles of a CTA and what passes between them:
+Roles of a CTA and the pipelines between them:
 
 ========== ======================== =======================================================
 pipeline   from -> to               full; empty
 ========== ======================== =======================================================
-tile ring  scheduler -> all others  one arrival; one a warp
+tile ring  scheduler -> all others  one arrival; one per warp
 ab         load -> MMA              the bytes of a stage; one commit
-codes      codes load -> decoders   the bytes of a stage; one a warp
-acc        MMA -> epilogue          one commit; one an epilogue warp
+codes      codes load -> decoders   the bytes of a stage; one per warp
+acc        MMA -> epilogue          one commit; one per epilogue warp
 ========== ======================== =======================================================
 
-Every role walks the same tiles at its own pace: loads run ahead by the depth of the stages, across
-tiles, and the MMA fills one accumulator while the epilogue empties the other. With two CTAs a tile
-the MMA warp of the first issues for both; each CTA loads, and stores, its own half.
+Every role walks the same tiles at its own pace. Loads run ahead by the depth of the stages, across
+tiles, and the MMA fills one accumulator while the epilogue empties the other. With two CTAs per
+tile the MMA warp of the first issues for both; each CTA loads, and stores, its own half.
 
-The tensor core takes 128 or 256 rows of operand M but any 8 or 16 of N. With ``swap_partial`` a
-partial tile, of a group's last rows, is multiplied with its operands swapped: the loads of elements
-stay as they are and only the instructions take B for operand M. N is then as small as the rows
-allow. The epilogue finds that tile transposed.
+The tensor core multiplies 128 or 256 rows of operand M but any multiple of 8 or 16 rows of N. With
+``swap_partial`` a partial tile, of a group's last rows, is multiplied with its operands swapped.
+The loads of elements stay as they are, and only the instructions use B as operand M. N is then as
+small as the rows allow. The epilogue finds that tile transposed.
 
-Codes that no instruction takes with the other operand are decoded by warps into the stages that the
-MMA reads; these arrive at their barriers beside the load warp: see ``decode``.
+Codes that no instruction multiplies by the other operand are decoded by warps into the stages that
+the MMA reads. These warps arrive at the barriers of the stages beside the load warp: see
+``decode``.
 """
 
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ from ..common.views import (
     scales_view,
     squares_view,
 )
-from .codes import codes_load_warp, codes_sources, squares_of
+from .codes import codes_load_warp, codes_sources, decoded_squares
 from .config import BOX_ROWS, TMEM_COLUMNS, Sm100GemmConfig
 from .decode import DecodeWarps
 from .epilogue import Epilogue
@@ -64,15 +65,21 @@ from .warp_schedule import NamedBarrierId, WarpSchedule
 
 
 class Sources(NamedTuple):
-    """Something of each tensor that TMA reads: the copies, their coordinates, or both.
+    """TMA sources, or their atoms or coordinates alone, of each tensor that TMA reads.
 
     Attributes:
-        m: elements of operand M as those of N after it; None if they are decoded or gathered.
-        m_scales: block scales, as those of N; None without, as the others after them.
-        partial_m_scales: those of partial tiles with swapped operands.
-        partial_boxes: elements of A of such tiles, by boxes of rows.
-        m_codes: codes where they are decoded, then their block scales; None of squares.
-        rows: what is gathered.
+        m: Elements of operand M; None if they are decoded or gathered.
+        n: Elements of operand N, likewise.
+        m_scales: Block scales of operand M; None without, as all others below.
+        n_scales: Block scales of operand N.
+        partial_m_scales: Block scales of operand M of partial tiles with swapped operands.
+        partial_n_scales: Block scales of operand N of such tiles.
+        partial_boxes: Elements of A of such tiles, by boxes of rows.
+        m_codes: Codes of operand M, if they are decoded.
+        n_codes: Codes of operand N.
+        m_codes_scales: Block scales of the codes of operand M; None for squares.
+        n_codes_scales: Block scales of the codes of operand N.
+        rows: Matrix whose rows are gathered.
     """
 
     m: Any
@@ -90,15 +97,45 @@ class Sources(NamedTuple):
 
 
 class Stores(NamedTuple):
-    """Something of each way in which TMA writes the output: the copies, or their coordinates.
+    """TMA stores of the output, or their atoms or coordinates alone; None where there are none.
 
-    ``swapped`` is of tiles whose operands are, ``z`` of what goes into an activation; None if there
-    are none.
+    Attributes:
+        direct: Tiles whose operands are not swapped.
+        swapped: Tiles whose operands are swapped.
+        z: The stored preactivation.
     """
 
     direct: Any = None
     swapped: Any = None
     z: Any = None
+
+
+class TmaArguments(NamedTuple):
+    """Copies of TMA and the coordinates of their tensors, as the kernel gets them.
+
+    Attributes:
+        source_atoms: Copies of the sources.
+        source_tensors: Coordinates of the sources.
+        store_atoms: Stores.
+        store_tensors: Coordinates of the stores.
+    """
+
+    source_atoms: Sources
+    source_tensors: Sources
+    store_atoms: Stores
+    store_tensors: Stores
+
+
+class ScaleTensors(NamedTuple):
+    """fp32 block scales that warps read without TMA.
+
+    Attributes:
+        promoted: Scales of operands M and N whose sums are promoted; None without.
+        squares: Scales of squares of operands M and N that are decoded; None without.
+    """
+
+    promoted: tuple[cute.Tensor, cute.Tensor] | None
+    squares: tuple[cute.Tensor | None, ...]
 
 
 class Sm100Gemm:
@@ -110,18 +147,19 @@ class Sm100Gemm:
 
     @staticmethod
     def fake_args(config: Sm100GemmConfig) -> tuple[Any, ...]:
+        """Return the fake arguments for compilation."""
         return (*FakeArguments(config).arguments(), env_stream())
 
     @cute.jit
     def __call__(self, *args: Any) -> None:
-        """Launch the kernel: ``GemmArguments``, and the stream where.
+        """Launch the kernel with ``GemmArguments`` and a stream.
 
-        Quantized A is codes (T, K), packed if there are several in a byte, or (M, P) in a k_grouped
-        product of P slots, (P, M) of untransposed copies; B is (G, N, >= K), or (N, P) or (P, N);
-        (G, K, N) with ``transpose_b``. Tiles of block scales are ([G,] row tiles, tiles along K or
-        P, 512) uint8.
+        A quantized A is codes (T, K), packed if several share a byte. In a k_grouped product of P
+        slots it is (M, P), or (P, M) for untransposed copies. B is (G, N, >= K), or (G, K, N) with
+        ``transpose_b``, or (N, P) or (P, N). Tiles of block scales are ([G,] row tiles, tiles along
+        K or P, 512) uint8.
 
-        Rows of ``a``, ``b`` and ``out`` may have any pitch of whole 16 bytes.
+        Rows of ``a``, ``b`` and ``out`` may have any pitch that is a multiple of 16 bytes.
         """
         config, layouts = self.config, Layouts(self.config)
         x, stream = GemmArguments(*args[:-1]), args[-1]
@@ -137,8 +175,8 @@ class Sm100Gemm:
         promoted = None
         if const_expr(config.promotes):
             promoted = tuple(
-                (row_scales_view if of_rows else squares_view)(x)
-                for x, of_rows in zip((m_scales, n_scales), config.row_scales, strict=True)
+                (row_scales_view if has_rows else squares_view)(x)
+                for x, has_rows in zip((m_scales, n_scales), config.row_scales, strict=True)
             )
         if const_expr(config.mma_kind.is_block_scaled):
             m_scales = scales_view(m_scales, config.mma_kind)
@@ -157,13 +195,14 @@ class Sm100Gemm:
         self.kernel(
             layouts.tiled_mma,
             layouts.tiled_mma_sf,
-            source_attributes(Sources, sources, "atom"),
-            source_attributes(Sources, sources, "tensor"),
-            source_attributes(Stores, stores, "atom"),
-            source_attributes(Stores, stores, "tensor"),
+            TmaArguments(
+                source_attributes(Sources, sources, "atom"),
+                source_attributes(Sources, sources, "tensor"),
+                source_attributes(Stores, stores, "atom"),
+                source_attributes(Stores, stores, "tensor"),
+            ),
             tensors,
-            promoted,
-            squares_of(config, scales),
+            ScaleTensors(promoted, decoded_squares(config, scales)),
             x.rows,
             x.offs,
             extents_of(config, x, m, n),
@@ -176,6 +215,7 @@ class Sm100Gemm:
         )
 
     def matrix(self, x: cute.Tensor, kind: OperandKind, mn_major: bool, depth: Any) -> cute.Tensor:
+        """Return the view of an operand as (rows, K, groups)."""
         if self.config.ragged_k:
             return ragged_rows_view(x)
         return matrix_view(x, kind, mn_major, depth)
@@ -188,16 +228,16 @@ class Sm100Gemm:
         m_scales: cute.Tensor | None,
         n_scales: cute.Tensor | None,
     ) -> Sources:
-        """The TMA copies of one stage of each tensor that is neither decoded nor gathered."""
+        """Return the TMA copies of one stage of each tensor that is not decoded or gathered."""
         staged, out = layouts.stages, Sources(None, None)
-        others = [codes.side for codes in self.config.codes]
+        excluded_sides = [codes.side for codes in self.config.codes]
         if self.config.gathered:
-            others.append(
+            excluded_sides.append(
                 "n" if self.config.tile.swap_ab or self.config.grouping == "k_grouped" else "m"
             )
-        if "m" not in others:
+        if "m" not in excluded_sides:
             out = out._replace(m=self.source(layouts, m, staged.m, True))
-        if "n" not in others:
+        if "n" not in excluded_sides:
             out = out._replace(n=self.source(layouts, n, staged.n, False))
         if self.config.mma_kind.is_block_scaled:
             out = out._replace(
@@ -216,7 +256,7 @@ class Sm100Gemm:
     def source(
         self, layouts: Layouts, tensor: cute.Tensor, staged: Any, of_m: bool, is_scale: bool = False
     ) -> TmaSource:
-        """The TMA copy of one stage of operand M or N: its elements or its block scales.
+        """Return the TMA copy of one stage of operand M or N: its elements or its block scales.
 
         All CTAs need those of operand N.
         """
@@ -241,13 +281,14 @@ class Sm100Gemm:
         return TmaSource(*make(op, tensor, stage, tiler, mma, cluster.shape, internal_type=kind))
 
     def box_source(self, layouts: Layouts, tensor: cute.Tensor) -> TmaSource:
+        """Return the TMA copy of one box of rows of A in partial tiles."""
         box = cute.slice_(layouts.boxes, (None, None, 0))
         op = cpasync.CopyBulkTensorTileG2SOp(layouts.tiled_mma.op.cta_group)
         shape = (BOX_ROWS, layouts.tiler[2])
         return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, box, shape))
 
     def stores(self, layouts: Layouts, out: cute.Tensor, z: cute.Tensor | None) -> Stores:
-        """The TMA stores of one block of the output, and of what goes into an activation."""
+        """Return the TMA stores of one block of the output, and of the preactivation."""
         stores, config = Stores(), self.config
         if config.result is not None:
             return stores
@@ -270,17 +311,25 @@ class Sm100Gemm:
         self,
         tiled_mma: cute.TiledMma,
         tiled_mma_sf: cute.TiledMma,
-        source_atoms: Sources,
-        source_tensors: Sources,
-        store_atoms: Stores,
-        store_tensors: Stores,
+        tma: TmaArguments,
         tensors: EpilogueTensors,
-        promoted: tuple[cute.Tensor, cute.Tensor] | None,
-        squares: tuple[cute.Tensor | None, ...],
+        scales: ScaleTensors,
         rows: cute.Tensor | None,
         offs: cute.Tensor,
         extents: Extents,
     ) -> None:
+        """Run the role of each warp.
+
+        Args:
+            tiled_mma: MMA of a tile.
+            tiled_mma_sf: MMA whose N partition is that of operand N's block scales.
+            tma: Copies of TMA and their coordinates.
+            tensors: Tensors of the epilogue.
+            scales: Block scales that warps read without TMA.
+            rows: (T,) int32 row index; None if rows are not gathered.
+            offs: (G,) int32 end rows.
+            extents: Sizes of the product.
+        """
         config, warps = self.config, self.warps
         layouts = Layouts(config)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -304,7 +353,7 @@ class Sm100Gemm:
         if warp == warps.scheduler_warp_id:
             TileScheduler(config, ring, barriers.tiles, offs, extents).run()
         if warp == warps.load_warp_id:
-            sources = paired_sources(Sources, source_atoms, source_tensors)
+            sources = paired_sources(Sources, tma.source_atoms, tma.source_tensors)
             loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
             gather = None
             if const_expr(config.gathered):
@@ -312,11 +361,11 @@ class Sm100Gemm:
             self.load_warp(loads, sources, shared, tiles, ab_pipeline, gather).run()
         if const_expr(config.codes):
             if warp == warps.codes_load_warp_id:
-                sources = paired_sources(Sources, source_atoms, source_tensors)
+                sources = paired_sources(Sources, tma.source_atoms, tma.source_tensors)
                 codes_load_warp(config, sources, shared, cta, tiles, codes_pipeline).run()
             if warp >= warps.first_decode_warp_id:
                 DecodeWarps(
-                    config, warps, shared, squares, cta, tiles, codes_pipeline, ab_pipeline
+                    config, warps, shared, scales.squares, cta, tiles, codes_pipeline, ab_pipeline
                 ).run()
         if warp == warps.mma_warp_id:
             tmem.wait_for_alloc()
@@ -333,14 +382,16 @@ class Sm100Gemm:
             direct = swapped = None
             if const_expr(not config.tile.swap_ab):
                 halves = cute.make_tensor(staged_out.iterator, layouts.halves.outer)
-                of_out = halves if config.is_gated else staged_out
+                out_blocks = halves if config.is_gated else staged_out
                 store = z_store = None
                 if const_expr(config.result is None):
-                    store = OutputStore(store_atoms.direct, store_tensors.direct, of_out)
+                    store = OutputStore(
+                        tma.store_atoms.direct, tma.store_tensors.direct, out_blocks
+                    )
                 if const_expr(config.stores_preactivation):
                     z_store = OutputStore(
-                        store_atoms.z,
-                        store_tensors.z,
+                        tma.store_atoms.z,
+                        tma.store_tensors.z,
                         halves if config.interleaves_halves else staged_out,
                     )
                 direct = Epilogue(config, tensors, store, z_store, acc, cta_row, acc_pipeline)
@@ -348,14 +399,16 @@ class Sm100Gemm:
                 store = None
                 if const_expr(layouts.swapped_out is not None):
                     blocks = cute.make_tensor(staged_out.iterator, layouts.swapped_out.outer)
-                    store = OutputStore(store_atoms.swapped, store_tensors.swapped, blocks)
+                    store = OutputStore(tma.store_atoms.swapped, tma.store_tensors.swapped, blocks)
                 staged = staged_out.iterator
                 swapped = SwappedEpilogue(
                     config, tensors, staged, store, acc, cta_row, acc_pipeline
                 )
             promoter = None
-            if const_expr(promoted is not None):
-                promoter = Promoter(config, promoted, acc, column_scales, cta_row, acc_pipeline)
+            if const_expr(scales.promoted is not None):
+                promoter = Promoter(
+                    config, scales.promoted, acc, column_scales, cta_row, acc_pipeline
+                )
             EpilogueWarps(config, tensors, direct, swapped, cta_row, tiles, promoter).run()
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(
@@ -365,6 +418,7 @@ class Sm100Gemm:
             tmem.free(pointer)
 
     def allocate_stages(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> Stages:
+        """Allocate the stages of elements, codes and block scales in shared memory."""
         staged = layouts.stages
         out = Stages(
             *(
@@ -381,17 +435,18 @@ class Sm100Gemm:
         for codes in self.config.codes:
             name = f"{codes.side}_codes"
             layout, scales = getattr(staged, name), getattr(staged, f"{name}_scales")
-            made = smem.allocate_tensor(
+            allocated = smem.allocate_tensor(
                 cutlass.Uint8, layout.outer, byte_alignment=1024, swizzle=layout.inner
             )
-            out = out._replace(**{name: made})
+            out = out._replace(**{name: allocated})
             if scales is not None:
                 dtype = Float32 if codes.kind.has_row_scales else Int32
-                made = smem.allocate_tensor(dtype, scales, byte_alignment=128)
-                out = out._replace(**{f"{name}_scales": made})
+                allocated = smem.allocate_tensor(dtype, scales, byte_alignment=128)
+                out = out._replace(**{f"{name}_scales": allocated})
         return out
 
     def allocate_output(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> cute.Tensor:
+        """Allocate the staged blocks of the output in shared memory."""
         dtype = DSL_TYPES[self.config.out_dtype]
         if self.config.tile.swap_ab:
             layout = cute.make_layout(self.config.staged_bytes * 8 // dtype.width)
@@ -409,14 +464,15 @@ class Sm100Gemm:
         ab_pipeline: pipeline.PipelineTmaUmma,
         gather: GatherLoad | None,
     ) -> LoadWarp:
+        """Return the load warp of elements and their block scales."""
         operand_m = [] if sources.m is None else [loads.m(sources.m, shared.m)]
         operand_n = [] if sources.n is None else [loads.n(sources.n, shared.n)]
         if self.config.mma_kind.is_block_scaled:
             operand_m.append(loads.m(sources.m_scales, shared.m_scales, is_scale=True))
             operand_n.append(loads.n(sources.n_scales, shared.n_scales, is_scale=True))
-        rest = (tuple(operand_m), tuple(operand_n), tiles, ab_pipeline, gather)
+        load_arguments = (tuple(operand_m), tuple(operand_n), tiles, ab_pipeline, gather)
         if not self.config.tile.swap_partial or sources.m is None and gather is None:
-            return LoadWarp(self.config, *rest)
+            return LoadWarp(self.config, *load_arguments)
         boxes = None
         if gather is None:
             boxes = RowBoxes(
@@ -429,4 +485,4 @@ class Sm100Gemm:
                 m_scales=loads.m(sources.partial_m_scales, shared.m_scales, is_scale=True),
                 n_scales=loads.n(sources.partial_n_scales, shared.n_scales, is_scale=True),
             )
-        return SwappingLoadWarp(self.config, partial, *rest)
+        return SwappingLoadWarp(self.config, partial, *load_arguments)

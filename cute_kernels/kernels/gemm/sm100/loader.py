@@ -15,13 +15,17 @@ from .storage import Layouts
 
 
 class OperandLoad(NamedTuple):
-    """How one tensor of one operand gets into shared memory.
+    """The load of one tensor of one operand into shared memory.
 
     Attributes:
-        shared: its stages, (MMA, MMA_MN, MMA_K, STAGE).
-        tiler: rows and K of a tile.
-        partition: the part of a tile that this CTA loads, a method of a ThrMma.
-        cta_coord: number of this CTA among those of ``cta_layout``, which share a multicast.
+        source: Tensor in global memory, as TMA reads it.
+        shared: Stages, (MMA, MMA_MN, MMA_K, STAGE).
+        tiler: Rows and K of a tile.
+        partition: Method of a ThrMma that selects the rows of a tile that this CTA loads.
+        cta_coord: Number of this CTA among those of ``cta_layout``, which share a multicast.
+        cta_layout: CTAs that share a multicast.
+        mcast_mask: Mask of the CTAs that receive the copy; None without multicast.
+        is_scale: True for block scales.
     """
 
     source: TmaSource
@@ -35,14 +39,14 @@ class OperandLoad(NamedTuple):
 
     @cute.jit
     def copies(self, row: Int32, k_start: Int32, group: Any) -> tuple[cute.Tensor, cute.Tensor]:
-        """Source tiles along K, ((atom, rest), K tiles), and stages ((atom, rest), stages)."""
+        """Return source tiles, ((atom, rest), K tiles), and stages, ((atom, rest), stages)."""
         tensor = self.source.tensor
         if const_expr(self.is_scale):
             # Scale tiles are addressed by the tile: rows and K within one are hierarchical modes.
             row = ((Int32(0), Int32(0)), row // SF_TILE_ROWS)
             k_start = ((Int32(0), Int32(0)), k_start // (tensor.shape[1][0][0] * SF_TILE_COLS))
         elif const_expr(isinstance(tensor.shape[0], tuple)):
-            # Rows of two halves by turns.
+            # Rows alternate between two halves.
             row = (Int32(0), row // 2)
         tiles = cute.local_tile(
             cute.domain_offset((row, k_start, group), tensor), self.tiler, (0, None, 0)
@@ -60,9 +64,9 @@ class OperandLoad(NamedTuple):
 
 
 class StageLoads:
-    """How this CTA takes part in the loads of each operand.
+    """Loads of this CTA.
 
-    ``tiled_mma_sf`` parts N of operand N's block scales.
+    ``tiled_mma_sf`` is the MMA whose N partition is that of operand N's block scales.
     """
 
     def __init__(
@@ -75,14 +79,17 @@ class StageLoads:
         self.coord_sf = layouts.cluster_sf.get_flat_coord(cta)
 
     def m(self, source: TmaSource, shared: cute.Tensor, is_scale: bool = False) -> OperandLoad:
-        """Operand M, or its block scales; multicast to the CTAs along N of a cluster."""
+        """Return the load of operand M, or of its block scales.
+
+        It is multicast to the CTAs along N of a cluster.
+        """
         rows, layouts = self.layouts.tiler[0], self.layouts
         return self._load(
             source, shared, rows, self.thr_mma.partition_A, layouts.cluster, self.coord, 2, is_scale
         )
 
     def n(self, source: TmaSource, shared: cute.Tensor, is_scale: bool = False) -> OperandLoad:
-        """Operand N, or its block scales; multicast to the CTAs along M."""
+        """Return the load of operand N, or of its block scales, multicast to the CTAs along M."""
         tiler, mma, cluster, coord = (
             self.layouts.tiler,
             self.thr_mma,
@@ -105,6 +112,7 @@ class StageLoads:
         mode: int,
         is_scale: bool,
     ) -> OperandLoad:
+        """Return the load of a tensor that is multicast along one mode of the cluster."""
         sharers, mask = tuple(None if i == mode else 0 for i in range(4)), None
         if self.layouts.config.tile.num_ctas > 1:
             mask = cpasync.create_tma_multicast_mask(cluster, coord, mcast_mode=mode)
@@ -121,7 +129,7 @@ class StageLoads:
 
 
 class RowBoxes(NamedTuple):
-    """How the first rows of a tile of A get into its stages:
+    """Loads of the first rows of a tile of A into its stages.
 
     ``shared`` are (rows, K, boxes of all stages).
     """
@@ -132,7 +140,11 @@ class RowBoxes(NamedTuple):
 
 @cute.jit
 def _box_copies(boxes: RowBoxes, row: Int32, tile_k: int) -> tuple[cute.Tensor, cute.Tensor]:
-    """Source boxes from ``row`` on, (atom, boxes, K tiles), and their places, (atom, boxes)."""
+    """Return the boxes of A from ``row`` on.
+
+    Returns:
+        Source boxes, (atom, boxes, K tiles), and shared ones, (atom, boxes).
+    """
     origin = cute.domain_offset((row, 0, 0), boxes.source.tensor)
     tiles = cute.local_tile(origin, (BOX_ROWS, tile_k), (None, None, 0))
     to_shared, from_global = cpasync.tma_partition(
@@ -146,11 +158,16 @@ def _box_copies(boxes: RowBoxes, row: Int32, tile_k: int) -> tuple[cute.Tensor, 
 
 
 class SwappedPartial(NamedTuple):
-    """What is loaded otherwise for a partial tile, whose operands change places.
+    """Loads that differ for a partial tile, whose operands change places.
 
-    Elements stay where they are: only the instructions take one operand for the other. A CTA needs
+    Elements stay where they are: only the instructions use one operand for the other. A CTA needs
     block scales of its own rows of operand M and of all rows of operand N, so these change places.
-    ``boxes`` are elements of A, unless they are gathered.
+
+    Attributes:
+        boxes: Boxes of elements of A; None if they are gathered.
+        cta: Number of this CTA in the pair.
+        m_scales: Block scales of operand M; None without.
+        n_scales: Block scales of operand N; None without.
     """
 
     boxes: RowBoxes | None
@@ -160,21 +177,23 @@ class SwappedPartial(NamedTuple):
 
 
 class SwappingLoadWarp(LoadWarp):
-    """The load warp where partial tiles have swapped operands, with what differs for them."""
+    """The load warp of a kernel whose partial tiles have swapped operands."""
 
     config: Sm100GemmConfig
 
-    def __init__(self, config: Sm100GemmConfig, partial: SwappedPartial, *rest: Any):
-        super().__init__(config, *rest)
+    def __init__(self, config: Sm100GemmConfig, partial: SwappedPartial, *arguments: Any):
+        super().__init__(config, *arguments)
         self.partial = partial
 
     def sources(self) -> list[TmaSource]:
-        own, partial = super().sources(), self.partial
+        """Return the TMA sources of all loads, with those of partial tiles."""
+        inherited, partial = super().sources(), self.partial
         loads = (partial.boxes, partial.m_scales, partial.n_scales)
-        return own + [x.source for x in loads if x is not None]
+        return inherited + [x.source for x in loads if x is not None]
 
     @cute.jit
     def fill(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
+        """Load the stages of one tile, partial or not; return the next state."""
         if tile.rows >= self.config.tile.rows:
             ab_state = self.load(tile, ab_state)
         else:
@@ -185,7 +204,7 @@ class SwappingLoadWarp(LoadWarp):
     def load_partial(
         self, tile: WorkTile, ab_state: pipeline.PipelineState
     ) -> pipeline.PipelineState:
-        """Fill the stages of a partial tile, with as many boxes of A as its instructions take."""
+        """Fill the stages of a partial tile, with as many boxes of A as its instructions read."""
         config, partial = self.config, self.partial
         num_ctas = config.tile.num_ctas
         # A CTA has half of the rows of a pair's instruction.
@@ -201,7 +220,7 @@ class SwappingLoadWarp(LoadWarp):
         copies = [
             (load, *load.copies(row, Int32(0), group))
             for load, row, group in (
-                # What is decoded is loaded by another warp.
+                # Another warp loads codes that are decoded.
                 *((n, tile.n_row, tile.group) for n in self.operand_n[:1]),
                 (partial.m_scales, tile.n_sf_row, tile.group),
                 (partial.n_scales, tile.m_sf_row, Int32(0)),

@@ -1,6 +1,4 @@
-"""What an activation makes of rows in tensor memory, to codes and block scales: see
-``gemm.quantized``.
-"""
+"""Codes and block scales of activated rows in tensor memory: see ``common.quantize_epilogue``."""
 
 import functools
 
@@ -23,17 +21,17 @@ from .warp_schedule import NamedBarrierId
 _MOST_WORDS, _SWAPPED_COLUMNS = 8, 128
 
 
-class Rows(QuantizedRows):
-    """What becomes of rows of a tile, each of which a thread has a part of."""
+class ThreadRows(QuantizedRows):
+    """Quantizes rows of a tile, of each of which a thread has some columns."""
 
-    def store_codes(self, codes: list[Uint32], row: Int32, col: Int32, left: Int32) -> None:
-        """Store codes of columns that exist, if the row does: ``left`` is more than 0."""
+    def store_codes(self, codes: list[Uint32], row: Int32, col: Int32, rows_left: Int32) -> None:
+        """Store codes of columns that exist, if the row does: ``rows_left`` is more than 0."""
         out, per_word = self.tensors.out, self.block // self.codec.code_words
         address = out.iterator.toint() + Int64(row) * out.stride[1] + self.codec.code_bytes(col)
         for i in range(0, len(codes), _MOST_WORDS):
             cols = self.cols - col - i * per_word
             self.store_vector(
-                address + 4 * i, codes[i : i + _MOST_WORDS], (left, 0), (cols, 0), per_word
+                address + 4 * i, codes[i : i + _MOST_WORDS], (rows_left, 0), (cols, 0), per_word
             )
 
     def store_blocks(
@@ -41,42 +39,48 @@ class Rows(QuantizedRows):
         words: list[Uint32],
         starts: list[Int32],
         row: Int32,
-        left: Int32,
+        rows_left: Int32,
         global_scale: GlobalScaleRegisters,
     ) -> Uint32:
-        """Store codes of whole blocks, whose parts begin at columns ``starts``; the word of their
-        scales.
+        """Store codes of whole blocks, and return the word of their scales.
+
+        ``starts`` are the first columns of the words, which are in equal groups.
         """
         size, codes, joined = self.block // 2, [], Uint32(0)
         for i in range(0, len(words), size):
-            part = words[i : i + size]
-            made, stored = self.encode(part, self.amax(part), global_scale)
-            codes += made
+            half_block = words[i : i + size]
+            encoded, stored = self.encode(half_block, self.amax(half_block), global_scale)
+            codes += encoded
             stored = select(starts[0] + 2 * i < self.cols, stored, Uint32(0))
             joined = joined | (stored << (8 * i // size)) if i else stored
-        each = len(codes) // len(starts)
+        codes_per_start = len(codes) // len(starts)
         for i, col in enumerate(starts):
-            self.store_codes(codes[i * each : (i + 1) * each], row, col, left)
+            self.store_codes(
+                codes[i * codes_per_start : (i + 1) * codes_per_start], row, col, rows_left
+            )
         return joined
 
 
-class StagedRows(Rows):
-    """That of tiles with swapped operands: a lane has a row of 32 columns of the product, of a
-    block or less.
+class StagedRows(ThreadRows):
+    """Quantizes rows of tiles with swapped operands.
+
+    A lane has a row of 32 columns of the product, which are a block or less.
 
     Args:
-        amaxes: shared memory of this warp for those of rows of two blocks.
+        config: Configuration of the kernel.
+        tensors: Tensors of the epilogue.
+        amaxes: Shared memory of this warp for the amaxes of rows of two blocks.
     """
 
     def __init__(self, config: Sm100GemmConfig, tensors: EpilogueTensors, amaxes: Int32):
         super().__init__(config, tensors)
         self.lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        #: Warps that have a part of a block each, and the barrier between them.
+        #: Number of warps that share a block, and the barrier between them.
         self.sharing = config.sharing_warps
         self.barrier = NamedBarrierId.FIRST_SHARED + warp // self.sharing
-        self.own, self.pitch = amaxes + self.lane * 4, config.staged_bytes // 4
-        self.first = self.own - warp % self.sharing * self.pitch
+        self.lane_amax, self.pitch = amaxes + self.lane * 4, config.staged_bytes // 4
+        self.first = self.lane_amax - warp % self.sharing * self.pitch
 
     @cute.jit
     def sync(self) -> None:
@@ -84,14 +88,14 @@ class StagedRows(Rows):
         if cutlass.const_expr(self.sharing > 1):
             cute.arch.barrier(barrier_id=self.barrier, number_of_threads=self.sharing * WARP_SIZE)
 
-    def shared(self, amax: Float32, place: Int32) -> Float32:
-        """The amax of a block from that of this warp's part."""
+    def block_amax(self, amax: Float32, offset: Int32) -> Float32:
+        """Return the amax of a block from that of this warp's columns."""
         if self.sharing > 1:
-            store_shared(self.own + place, [f32_as_bits(amax)])
+            store_shared(self.lane_amax + offset, [f32_as_bits(amax)])
             self.sync()
-            parts = (self.first + place + i * self.pitch for i in range(self.sharing))
+            addresses = (self.first + offset + i * self.pitch for i in range(self.sharing))
             amax = functools.reduce(
-                self.larger, (bits_as_f32(load_shared(part, 1)[0]) for part in parts)
+                self.larger, (bits_as_f32(load_shared(address, 1)[0]) for address in addresses)
             )
         return amax
 
@@ -100,31 +104,33 @@ class StagedRows(Rows):
         vectors: list[list[Uint32]],
         row: Int32,
         slot: Int32,
-        left: Int32,
+        rows_left: Int32,
         col: Int32,
         step: Int32,
         global_scale: GlobalScaleRegisters,
     ) -> None:
-        """Quantize the ``step``-th row of a tile that a lane has, from column ``col`` of the
-        product on.
+        """Quantize a row of a tile that a lane has, from column ``col`` of the product on.
+
+        ``step`` is the number of the row block in the tile.
         """
         words, at_once = [], 2 * self.halves
         for i in range(0, len(vectors), at_once):
             words += self.activate(vectors[i : i + at_once])
         size = min(self.block // 2, len(words))
         for i in range(0, len(words), size):
-            part, at = words[i : i + size], col // self.halves + 2 * i
-            amax = self.shared(self.amax(part), step % 2 * (WARP_SIZE * 4))
-            codes, stored = self.encode(part, amax, global_scale)
-            self.store_codes(codes, row, at, left)
-            self.store_scale(select(left > 0, stored, Uint32(0)), slot, at)
+            block_words, block_col = words[i : i + size], col // self.halves + 2 * i
+            amax = self.block_amax(self.amax(block_words), step % 2 * (WARP_SIZE * 4))
+            codes, stored = self.encode(block_words, amax, global_scale)
+            self.store_codes(codes, row, block_col, rows_left)
+            self.store_scale(select(rows_left > 0, stored, Uint32(0)), slot, block_col)
 
     @cute.jit
-    def finish(self, slot: Int32, first: Int32, rows: Int32, col: Int32) -> None:
-        """Zeros for the scales of the slots of a group's last tile from the ``first`` on, after
-        ``rows`` rows.
+    def finish(self, slot: Int32, first_row: Int32, rows: Int32, col: Int32) -> None:
+        """Store zeros for the scales of slots of a group's last tile that have no row.
+
+        The slots begin at ``first_row`` of the tile, which has ``rows`` rows.
         """
         end, cols = rows + ((0 - (slot + rows)) & (TILE_ROWS - 1)), _SWAPPED_COLUMNS // self.halves
         col, warp = col // _SWAPPED_COLUMNS * cols, cute.arch.warp_idx()
-        for at in cutlass.range(first + warp * WARP_SIZE, end, _SWAPPED_COLUMNS, unroll=1):
-            self.clear(slot + at + self.lane, col, cols)
+        for row in cutlass.range(first_row + warp * WARP_SIZE, end, _SWAPPED_COLUMNS, unroll=1):
+            self.clear(slot + row + self.lane, col, cols)

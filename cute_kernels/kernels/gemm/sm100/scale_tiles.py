@@ -1,10 +1,11 @@
 """fp32 block scales that are powers of two, as tiles of E8M0, of both operands in one launch.
 
-Rows of halves of B are taken by turns where GEMMs do so; tiles of them that there are are permuted.
+Rows of the halves of B are interleaved if the GEMM does that. Tiles of B that exist already are
+permuted.
 
-Instructions take a scale for every 32 of K; one of 128 is that of four blocks. The tiles go where
-the quantizers of MXFP8 write theirs, so the GEMM after this kernel is that of MXFP8. The exponent
-of fp32 has the bias of E8M0; that of 2^-127, a subnormal, is 0 in both.
+Instructions need a scale for every 32 of K, and a scale of 128 is that of four blocks. The tiles
+have the layout in which the quantizers of MXFP8 write theirs, so the GEMM after this kernel is that
+of MXFP8. The exponent of fp32 has the bias of E8M0; that of 2^-127, a subnormal, is 0 in both.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ from .config import ScaleTilesConfig
 
 _WARPS = 8
 _CTAS_PER_SM = 4
-#: A byte times this is four of it.
+#: A byte times this is four copies of it.
 _FOUR = 0x01010101
 
 
@@ -36,7 +37,10 @@ class ScaleTilesKernel:
 
     @staticmethod
     def fake_args(config: ScaleTilesConfig) -> tuple[Any, ...]:
-        def of(*lead: Any) -> tuple[Any, Any]:
+        """Return the fake arguments for compilation."""
+
+        def operand(*lead: Any) -> tuple[Any, Any]:
+            """Return the fp32 scales of an operand and their tiles."""
             shape = (*lead, cute.sym_int(), cute.sym_int())
             strides = tuple(cute.sym_int64() for _ in shape)
             tiles = (*lead, cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
@@ -56,7 +60,7 @@ class ScaleTilesKernel:
                 Int32(1),
                 env_stream(),
             )
-        return (*of(), *of(*lead), Int32(1), Int32(1), env_stream())
+        return (*operand(), *operand(*lead), Int32(1), Int32(1), env_stream())
 
     @cute.jit
     def __call__(
@@ -71,10 +75,16 @@ class ScaleTilesKernel:
     ) -> None:
         """Launch the kernel.
 
-        ``a`` is (blocks along K, rows) fp32, or of squares (blocks along rows, blocks along K), and
-        its tiles, which are written, are (ceil(rows / 128), blocks along K, 512) uint8; None if
-        there are tiles. Likewise ``b``, with the groups first if uniform, or its tiles if there
-        are. ``half`` are the rows of half a matrix of B, where they are paired.
+        Args:
+            a: (blocks along K, rows) fp32, or (blocks along rows, blocks along K) of squares. None
+                if scales are tiles already.
+            a_tiles: (ceil(rows / 128), blocks along K, 512) uint8, written; None as ``a``.
+            b: As ``a``, with the groups first if uniform; or the tiles of B if scales are tiles
+                already.
+            b_tiles: As ``a_tiles``, with the groups first if uniform; written.
+            half: Rows of half a matrix of B, if the halves are interleaved.
+            num_sms: Number of SMs.
+            stream: The stream.
         """
         view = scale_words_view if self.config.has_tiles else squares_view
         self.kernel(None if a is None else view(a), a_tiles, view(b), b_tiles, half).launch(
@@ -90,13 +100,14 @@ class ScaleTilesKernel:
         b_tiles: cute.Tensor,
         half: Int32,
     ) -> None:
+        """Write all tiles of A and B, one per warp and iteration."""
         config = self.config
         a_count, b_count = Int32(0), cute.size(b_tiles) // SF_TILE_BYTES
         if const_expr(a_tiles is not None):
             a_count = cute.size(a_tiles) // SF_TILE_BYTES
-        first = cute.arch.block_idx()[0] * _WARPS + cute.arch.warp_idx()
+        first_item = cute.arch.block_idx()[0] * _WARPS + cute.arch.warp_idx()
         step = cute.arch.grid_dim()[0] * _WARPS
-        for item in cutlass.range(first, a_count + b_count, step, unroll=1):
+        for item in cutlass.range(first_item, a_count + b_count, step, unroll=1):
             if item < a_count:
                 if const_expr(a is not None):
                     self.convert(a, config.a_squares, a_tiles, item, None)
@@ -118,11 +129,11 @@ class ScaleTilesKernel:
         item: Int32,
         half: Int32 | None,
     ) -> None:
-        """Make one tile of ``tiles``, a warp's: lane i has rows i, i + 32, i + 64 and i + 96."""
+        """Write one tile of ``tiles`` by one warp: lane i has rows i, i + 32, i + 64 and i + 96."""
         lane = cute.arch.lane_idx()
         row_tiles, blocks = tiles.shape[-3], tiles.shape[-2]
-        block, rest = item % blocks, item // blocks
-        row_tile, group = rest % row_tiles, rest // row_tiles
+        block, outer = item % blocks, item // blocks
+        row_tile, group = outer % row_tiles, outer // row_tiles
         words = cute.make_rmem_tensor(4, Uint32)
         for i in range_constexpr(4):
             row, is_there = row_tile * SF_TILE_ROWS + i * WARP_SIZE + lane, True
@@ -145,5 +156,5 @@ class ScaleTilesKernel:
                     else:
                         value = scales[block, row, group]
                 words[i] = (f32_as_bits(value) >> 23 & 0xFF) * _FOUR
-        place = tiles.iterator.toint() + Int64(item) * SF_TILE_BYTES + lane * 16
-        store_global(place, [words[i] for i in range(4)])
+        address = tiles.iterator.toint() + Int64(item) * SF_TILE_BYTES + lane * 16
+        store_global(address, [words[i] for i in range(4)])

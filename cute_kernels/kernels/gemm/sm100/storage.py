@@ -1,4 +1,4 @@
-"""What a CTA keeps where: layouts of shared and of tensor memory, and the pipelines over them."""
+"""Layouts of shared memory and of tensor memory in a CTA, and the pipelines over them."""
 
 from typing import Any, NamedTuple
 
@@ -14,17 +14,26 @@ from cute_kernels.layout.shapes import SF_TILE_ROWS, round_up
 from ..common.pipelines import make_pipeline, stage_barriers
 from ..common.scheduler import TILE_WORDS
 from ..common.views import element_type, scale_type
-from .config import BOX_ROWS, SWAPPED_BLOCK, Codes, Sm100GemmConfig
+from .config import BOX_ROWS, SWAPPED_BLOCK, DecodedOperand, Sm100GemmConfig
 from .warp_schedule import NamedBarrierId, WarpSchedule
 
 _Kind = tcgen05.SmemLayoutAtomKind
 
 
 class Stages(NamedTuple):
-    """Stages in shared memory, or their layouts: of elements, of block scales, and of codes where
-    they are decoded.
+    """Stages in shared memory, or their layouts, of elements, block scales and decoded codes.
 
-    Codes are (rows, bytes, STAGE), their block scales (*``Codes.scales``, STAGE).
+    Codes are (rows, bytes, STAGE), their block scales (*``DecodedOperand.scales``, STAGE).
+
+    Attributes:
+        m: Elements of operand M.
+        n: Elements of operand N.
+        m_scales: Block scales of operand M; None without, as all others below.
+        n_scales: Block scales of operand N.
+        m_codes: Codes of operand M, if they are decoded.
+        n_codes: Codes of operand N.
+        m_codes_scales: Block scales of the codes of operand M.
+        n_codes_scales: Block scales of the codes of operand N.
     """
 
     m: Any
@@ -42,20 +51,19 @@ def _swizzled(kind: _Kind, dtype: Any, *shape: int) -> cute.ComposedLayout:
 
 
 class Layouts:
-    """Tiled MMAs and layouts of a configuration; made while tracing.
+    """Tiled MMAs and layouts of a configuration; created while tracing.
 
     Attributes:
-        tiled_mma_sf: an MMA of one CTA whose N partition is that of operand N's block scales:
-            they are not split between a pair of CTAs and come in whole tiles of 128 rows.
-        cluster: the CTAs of a cluster, (V, M, N, K), and ``cluster_sf`` for ``tiled_mma_sf``.
-        stages: stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
-        boxes: those of operand M as boxes of rows, (rows, K, boxes of all stages).
-        out: staged blocks of the output, (32, columns, STAGE), those of one epilogue warp
-            together.
-        halves: the same memory as twice as many of half the columns, of products whose columns
-            are those of two halves by turns.
-        swapped_out: the same memory as blocks of tiles with swapped operands; None if no tiles
-            have them or none leave by TMA.
+        tiled_mma_sf: MMA of one CTA whose N partition is that of operand N's block scales. These
+            are not split between a pair of CTAs and come in whole tiles of 128 rows.
+        cluster: CTAs of a cluster, (V, M, N, K), and ``cluster_sf`` for ``tiled_mma_sf``.
+        stages: Stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
+        boxes: Stages of operand M as boxes of rows, (rows, K, boxes of all stages).
+        out: Staged blocks of the output, (32, columns, STAGE), those of one epilogue warp together.
+        halves: The same memory as twice as many blocks of half the columns, for products whose
+            columns alternate between two halves.
+        swapped_out: The same memory as blocks of tiles with swapped operands; None if no tiles have
+            them or none leave by TMA.
     """
 
     def __init__(self, config: Sm100GemmConfig):
@@ -106,6 +114,7 @@ class Layouts:
             self.swapped_out = _swizzled(swizzle, dtype, SWAPPED_BLOCK, SWAPPED_BLOCK, blocks)
 
     def _make_mma(self, group: tcgen05.CtaGroup, shape_mn: tuple[int, int]) -> cute.TiledMma:
+        """Return the tiled MMA of a shape, with block scales if the kind has them."""
         kind = self.config.mma_kind
         major = [OperandMajorMode.MN if mn else OperandMajorMode.K for mn in self.config.mn_major]
         if not kind.is_block_scaled:
@@ -116,7 +125,8 @@ class Layouts:
             *self.elements, *major, scale_type(kind), kind.sf_vec_size, group, shape_mn
         )
 
-    def _codes(self, codes: Codes) -> dict[str, Any]:
+    def _codes(self, codes: DecodedOperand) -> dict[str, Any]:
+        """Return the layouts of the stages of codes and their block scales, by their names."""
         stages, scales = self.config.num_codes_stage, None
         swizzle = {64: _Kind.K_SW64, 128: _Kind.K_SW128}[codes.row_bytes]
         staged = _swizzled(swizzle, cutlass.Uint8, codes.rows, codes.row_bytes, stages)
@@ -128,7 +138,7 @@ class Layouts:
         return {name: staged, f"{name}_scales": scales}
 
     def acc_layout(self) -> cute.Layout:
-        """Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE)."""
+        """Return the layout of the accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE)."""
         shape = self.tiled_mma.partition_shape_C(self.tiler[:2])
         stages = self.config.num_acc_stage + 1 if self.config.promotes else 2
         layout = self.tiled_mma.make_fragment_C(cute.append(shape, stages)).layout
@@ -137,7 +147,7 @@ class Layouts:
         return cute.make_layout(layout.shape, stride=(*layout.stride[:3], stage_stride))
 
     def stage_bytes(self) -> int:
-        """Bytes that fill one stage of all CTAs that share a tile, without what is decoded."""
+        """Return the loaded bytes of one stage of all CTAs that share a tile."""
         staged = [*zip(self.stages[:2], self.elements, strict=True)]
         if self.config.mma_kind.is_block_scaled:
             scales = scale_type(self.config.mma_kind)
@@ -151,10 +161,16 @@ class Layouts:
 
 
 class Barriers(NamedTuple):
-    """Full and empty barriers of what passes between warps, and small exchanges, in shared memory.
+    """Full and empty barriers of the pipelines, and small buffers, in shared memory.
 
-    The address of tensor memory is put to ``tmem``; a CTA pair meets at ``tmem_free`` before it is
-    freed.
+    Attributes:
+        ab: Barriers of the stages.
+        acc: Barriers of the accumulators.
+        sched: Barriers of the tile records.
+        tmem: Address of tensor memory.
+        tmem_free: Barrier at which a CTA pair meets before tensor memory is freed.
+        tiles: Tile records.
+        codes: Barriers of the stages of codes; None without.
     """
 
     ab: cute.Pointer
@@ -167,6 +183,7 @@ class Barriers(NamedTuple):
 
     @staticmethod
     def allocate(config: Sm100GemmConfig, smem: cutlass.memory.SmemAllocator) -> "Barriers":
+        """Allocate the barriers and buffers."""
         words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
         codes = stage_barriers(smem, config.num_codes_stage) if config.codes else None
         return Barriers(
@@ -181,7 +198,7 @@ class Barriers(NamedTuple):
 
 
 class Pipelines(NamedTuple):
-    """What warps pass to each other."""
+    """Pipelines between the warps."""
 
     ab: pipeline.PipelineTmaUmma
     acc: pipeline.PipelineUmmaAsync
@@ -193,6 +210,7 @@ class Pipelines(NamedTuple):
 def make_pipelines(
     config: Sm100GemmConfig, warps: WarpSchedule, layouts: Layouts, barriers: Barriers
 ) -> Pipelines:
+    """Create the pipelines over the barriers."""
     ab_pipeline = make_pipeline(
         *(pipeline.PipelineTmaUmma, barriers.ab, config.num_ab_stage, warps.stage_arrivals, 1),
         tx_count=layouts.stage_bytes(),
@@ -221,7 +239,7 @@ def make_pipelines(
     )
     codes_pipeline = None
     if barriers.codes is not None:
-        # Those of one CTA are nobody else's.
+        # The codes of a CTA are not shared with the other one.
         codes_pipeline = make_pipeline(
             *(
                 pipeline.PipelineTmaAsync,

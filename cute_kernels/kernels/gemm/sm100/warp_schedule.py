@@ -1,4 +1,4 @@
-"""Which warp does what, and how often each barrier is arrived at."""
+"""Roles of the warps, and the number of arrivals at each barrier."""
 
 import dataclasses
 import enum
@@ -7,8 +7,10 @@ from cute_kernels.device.constants import WARP_SIZE
 
 
 class NamedBarrierId(enum.IntEnum):
-    """Hardware barriers; 0 is the one of ``sync_threads``, and warps that share blocks have one
-    each from the last on.
+    """Hardware barriers.
+
+    0 is the one of ``sync_threads``. Warps that share blocks have one each from ``FIRST_SHARED``
+    on.
     """
 
     TMEM = 1
@@ -25,7 +27,8 @@ class WarpSchedule:
 
     Attributes:
         num_ctas: CTAs that share a tile's MMA.
-        decodes: whether B comes as codes, which one warp more loads and others decode.
+        decodes: True if an operand is decoded: then there are a warp that loads codes and warps
+            that decode them.
     """
 
     num_ctas: int = 1
@@ -37,11 +40,12 @@ class WarpSchedule:
     scheduler_warp_id = 6
     codes_load_warp_id = 7
     first_decode_warp_id = 8
-    #: Two teams of warps that decode every second stage each.
+    #: Warps of each of two teams, which decode every second stage.
     team_warps = 4
 
     @property
     def num_threads(self) -> int:
+        """Threads of a CTA."""
         warps = self.scheduler_warp_id + 1
         if self.decodes:
             warps = self.first_decode_warp_id + self.num_decode_warps
@@ -49,16 +53,17 @@ class WarpSchedule:
 
     @property
     def num_decode_warps(self) -> int:
+        """Number of warps that decode."""
         return 2 * self.team_warps if self.decodes else 0
 
     @property
     def stage_arrivals(self) -> int:
-        """Arrivals that fill a stage: of the load warp, and of a team of each CTA."""
+        """Arrivals that fill a stage: one of the load warp, and those of a team of each CTA."""
         return 1 + (self.team_warps * self.num_ctas if self.decodes else 0)
 
     @property
     def num_epilogue_threads(self) -> int:
-        """Threads of the epilogue: one a row of tensor memory."""
+        """Threads of the epilogue: one per row of tensor memory."""
         return WARP_SIZE * len(self.epilogue_warp_ids)
 
     @property
@@ -68,10 +73,10 @@ class WarpSchedule:
 
     @property
     def tile_consumer_arrivals(self) -> int:
-        """Arrivals that free a tile record: one a warp but the scheduler."""
+        """Arrivals that free a tile record: one per warp except the scheduler."""
         return self.num_threads // WARP_SIZE - 1
 
     @property
     def acc_consumer_arrivals(self) -> int:
-        """Arrivals that free an accumulator: one of each epilogue warp of every CTA."""
+        """Arrivals that free an accumulator: one per epilogue warp of every CTA."""
         return len(self.epilogue_warp_ids) * self.num_ctas

@@ -1,4 +1,4 @@
-"""Which legal tiles of sm_90a are preferred, and the measurements that say so.
+"""Preferences among the legal tiles of sm_90a, and the measurements that say so.
 
 Legality is in ``config``, the model of time in ``cost_model``.
 """
@@ -75,9 +75,10 @@ def prefers_activation(config: Sm90GemmConfig, num_rows: int, before_quantizer: 
         before_quantizer: True if a quantizer follows that could apply the activation as well.
 
     The epilogue takes the shared memory of a stage. With decoded operands and few rows that costs
-    more than it gains: layers of DeepSeek-V3's experts with 128 and 512 rows each took 10 and 7%
-    longer, of Qwen3's with 256 rows 2% longer and with 2048 rows 9% less; in FP8Block 1% longer to
-    9% less (H200). The result is quantized in the epilogue only where that was timed.
+    more than it gains. Layers of DeepSeek-V3's experts with 128 and 512 rows each took 10 and 7%
+    longer. Layers of Qwen3's experts with 256 rows took 2% longer, and with 2048 rows 9% less. In
+    FP8Block they took 1% longer to 9% less (H200). The result is quantized in the epilogue only
+    where that was timed.
     """
     if before_quantizer and config.is_decoded and num_rows < _MANY_ROWS:
         return False

@@ -1,8 +1,8 @@
 """The epilogue of consumer warpgroups: from registers, rescaled in fp32, into the output.
 
-The arithmetic is that of ``gemm.output``. A warpgroup passes its accumulators
-through shared memory, some rows of 128 bytes of output at a time. Then eight lanes have the whole
-of a row, and rows outside of the group are left out.
+The arithmetic is that of ``common.output_store``. A warpgroup passes its accumulators through
+shared memory, some rows of 128 bytes of output at a time. Then eight lanes have a whole row, and
+rows outside of the group are left out.
 """
 
 from collections.abc import Callable
@@ -42,14 +42,14 @@ _ROW_BYTES = 128
 _SWIZZLE_ROWS = 8
 
 
-def _each(instruction: str, target: cute.Tensor, operands: cute.Tensor) -> None:
-    """``target = instruction(target, operands)`` for fp32 registers; never part of an FMA."""
+def _elementwise(instruction: str, target: cute.Tensor, operands: cute.Tensor) -> None:
+    """Compute ``target = instruction(target, operands)`` in fp32, never as part of an FMA."""
     for i in range(cute.size(target)):
         target[i] = asm(f"{instruction} $0, $1, $2;", [Float32], [target[i], operands[i]])
 
 
 def _store_matrices(address: Int32, words: list[Uint32], transpose: bool) -> None:
-    """Store 8x8 matrices of 16 bits, one a word; lane 8 i + r has row r of the i-th's address."""
+    """Store 8x8 matrices of 16 bits, one per word; lane 8 i + r has row r of the i-th address."""
     names = ", ".join(f"${i + 1}" for i in range(len(words)))
     kind = ".trans" if transpose else ""
     asm_volatile(
@@ -59,30 +59,33 @@ def _store_matrices(address: Int32, words: list[Uint32], transpose: bool) -> Non
 
 
 class PingPong:
-    """Lets two consumer warpgroups through their epilogues by turns, the first one first.
+    """Lets two consumer warpgroups through their epilogues in turn, the first one first.
 
-    So they are half an epilogue or more apart from then on: while one stores, the other multiplies.
+    From then on they are half an epilogue or more apart: while one stores, the other multiplies.
     """
 
     def __init__(self, is_second: Int32):
-        self.own = FIRST_PING_PONG_BARRIER + is_second
-        self.other = FIRST_PING_PONG_BARRIER + 1 - is_second
+        self.barrier = FIRST_PING_PONG_BARRIER + is_second
+        self.next_barrier = FIRST_PING_PONG_BARRIER + 1 - is_second
         self.is_second = is_second
 
     @cute.jit
     def start(self) -> None:
+        """Give the first turn to the first warpgroup."""
         if self.is_second == 1:
             self.end()
 
     def begin(self) -> None:
-        cute.arch.barrier(barrier_id=self.own, number_of_threads=2 * WARPGROUP_SIZE)
+        """Wait for this warpgroup's turn."""
+        cute.arch.barrier(barrier_id=self.barrier, number_of_threads=2 * WARPGROUP_SIZE)
 
     def end(self) -> None:
-        cute.arch.barrier_arrive(barrier_id=self.other, number_of_threads=2 * WARPGROUP_SIZE)
+        """Give the turn to the other warpgroup."""
+        cute.arch.barrier_arrive(barrier_id=self.next_barrier, number_of_threads=2 * WARPGROUP_SIZE)
 
     @cute.jit
     def finish(self) -> None:
-        """Take the turn that is left over, so that no barrier is left half-way."""
+        """Take the last turn, so that no barrier stays incomplete."""
         if self.is_second == 0:
             self.begin()
 
@@ -90,17 +93,20 @@ class PingPong:
 class Epilogue:
     """The epilogue of one consumer warpgroup.
 
-    A block is what the warpgroup stages at a time: ``config.block_shape`` elements of output in
-    panels of 128-byte rows, the vectors of 16 bytes in a row exchanged as the swizzle of TMA does.
-    Blocks use two buffers by turns, so one barrier a block keeps writers and readers apart; with a
-    single buffer there are two.
+    A warpgroup stages one block at a time: ``config.block_shape`` elements of output in panels of
+    128-byte rows, whose vectors of 16 bytes are exchanged as in the swizzle of TMA. Blocks use two
+    buffers in turn, so one barrier per block keeps writers and readers apart. With a single buffer
+    there are two barriers.
 
     Args:
-        blocks: buffers of all warpgroups in shared memory, bytes.
-        factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
-            unless there is one a row.
-        group: number of the consumer warpgroup; None of the one that runs this.
-        output_store: TMA stores of a warp's part of a block, if they leave by TMA.
+        config: Configuration of the kernel.
+        tensors: Tensors of the epilogue.
+        blocks: Buffers of all warpgroups in shared memory, bytes.
+        factors: Factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
+            unless there is one per row.
+        cta: Number of this CTA in the cluster.
+        group: Number of the consumer warpgroup; None for the one that runs this.
+        output_store: TMA stores of a warp's rows of a block, if they leave by TMA.
     """
 
     def __init__(
@@ -127,7 +133,7 @@ class Epilogue:
         size = config.num_store_stage * config.block_bytes
         self.blocks = blocks.iterator.toint() + group * size
         if const_expr(factors is not None):
-            #: Of this warpgroup the factors; behind those of all, amaxes of rows.
+            #: Factors of this warpgroup. Amaxes of rows are behind the factors of all warpgroups.
             self.factors = factors.iterator.toint() + group * (config.tile.n * 4)
             self.amaxes = factors.iterator.toint() + config.row_factors * 4
         #: Elements of a vector, and vectors of a block.
@@ -135,10 +141,10 @@ class Epilogue:
         self.vectors = self.block_rows * self.block_cols // self.vector
         #: The first vector of a block that this thread copies.
         per_row = _ROW_BYTES // VECTOR_BYTES
-        own = self.thread % min(self.vectors, WARPGROUP_SIZE)
-        self.own_row = own // per_row % self.block_rows
-        panel = own // (per_row * self.block_rows)
-        self.own_col = (panel * per_row + own % per_row) * self.vector
+        vector_index = self.thread % min(self.vectors, WARPGROUP_SIZE)
+        self.thread_row = vector_index // per_row % self.block_rows
+        panel = vector_index // (per_row * self.block_rows)
+        self.thread_col = (panel * per_row + vector_index % per_row) * self.vector
         #: First row of operand M of this warpgroup, from the cluster's tile on.
         self.first_m = cta * config.tile.m + group * WARPGROUP_M
         self.step = config.consumers * WARPGROUP_M
@@ -148,10 +154,10 @@ class Epilogue:
 
     @cute.jit
     def load_factors(self, tile: WorkTile) -> cute.Tensor:
-        """What rows are multiplied by; 1 where nothing was multiplied or no row is.
+        """Return the factors of rows; 1 for tiles without products and past the last row.
 
-        Loaded ahead of the products, whose time hides the latency. With one factor a row the
-        threads of the warpgroup have one of 128 rows each, and otherwise all have the group's.
+        They are loaded before the products, whose time hides the latency. With one factor per row
+        the threads of the warpgroup have one of 128 rows each, and otherwise all have the group's.
         """
         config = self.config
         count = -(-config.tile.n // WARPGROUP_SIZE) if config.row_scaled else 1
@@ -170,7 +176,10 @@ class Epilogue:
 
     @cute.jit
     def store(self, acc: cute.Tensor, factors: cute.Tensor, tile: WorkTile) -> None:
-        """``acc``: ((2, 2, N / 8), repeats along M, 1) of compact layout."""
+        """Rescale and store a tile.
+
+        ``acc`` are ((2, 2, N / 8), repeats along M, 1) registers of compact layout.
+        """
         config = self.config
         shape = (2, 2, config.tile.n // 8, self.repeats)
         acc = cute.make_tensor(acc.iterator, cute.make_layout(shape))
@@ -181,6 +190,7 @@ class Epilogue:
 
     @cute.jit
     def store_by_tma(self, acc: cute.Tensor, factor: Float32, tile: WorkTile) -> None:
+        """Stage blocks and store them by TMA."""
         buffers = self.config.num_store_stage
         rows, blocks = self.block_rows // WARPS, self.config.tile.n // self.block_n
         for index in range_constexpr(self.repeats * blocks):
@@ -198,16 +208,17 @@ class Epilogue:
 
     @cute.jit
     def store_blocks(self, acc: cute.Tensor, factors: cute.Tensor, tile: WorkTile) -> None:
+        """Stage blocks; store them as well, unless another warpgroup does."""
         config = self.config
-        if const_expr(config.stores_apart):
-            # Then every thread is done with the factors of the tile before, too.
+        if const_expr(config.has_store_warpgroup):
+            # Then every thread has read the factors of the previous tile, too.
             self.wait_free()
         if const_expr(config.row_scaled):
             for i in range_constexpr(cute.size(factors)):
                 local = i * WARPGROUP_SIZE + self.thread
                 if local < config.tile.n:
                     store_shared(self.factors + local * 4, [f32_as_bits(factors[i])])
-        # The factors are there, and the blocks of the tile before have been read.
+        # Wait until the factors are there and the blocks of the previous tile have been read.
         if const_expr(config.quantizes_to is not None and config.tile.swap_ab):
             self.quantized.begin(tile)
         else:
@@ -220,11 +231,11 @@ class Epilogue:
         for repeat in range_constexpr(self.repeats):
             bias = self.load_bias(tile, repeat)
             for block in range_constexpr(config.tile.n // block_n):
-                # The same for all threads: no row of a block that is left out is the group's.
+                # The same for all threads: a block that is left out has no row of the group.
                 if not const_expr(config.tile.swap_ab) or block * block_n < tile.rows:
                     buffer = self.blocks + slot * config.block_bytes
                     self.stage_block(buffer, block * block_n, acc, factors[0], bias, repeat, tile)
-                    if const_expr(not config.stores_apart):
+                    if const_expr(not config.has_store_warpgroup):
                         self.sync()
                         if const_expr(config.quantizes_to is None):
                             self.copy(buffer, window, repeat, block * block_n)
@@ -236,19 +247,20 @@ class Epilogue:
                             self.sync()
                         else:
                             slot = slot ^ 1
-                if const_expr(config.stores_apart):
+                if const_expr(config.has_store_warpgroup):
                     slot += 1
-        if const_expr(config.stores_apart):
+        if const_expr(config.has_store_warpgroup):
             cute.arch.barrier_arrive(
                 barrier_id=FIRST_FULL_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE
             )
 
     @property
     def block_n(self) -> int:
+        """Rows of operand N in a block."""
         return self.block_rows if self.config.tile.swap_ab else self.block_cols
 
     def wait_free(self) -> None:
-        """Wait until all blocks of the tile before have been stored, or there was none."""
+        """Wait until all blocks of the previous tile have been stored."""
         cute.arch.barrier(
             barrier_id=FIRST_FREE_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE
         )
@@ -261,7 +273,7 @@ class Epilogue:
 
     @cute.jit
     def store_staged(self, tile: WorkTile) -> None:
-        """Store what the consumer warpgroup staged of a tile, by another one."""
+        """Store the tile that the consumer warpgroup staged; run by the store warpgroup."""
         cute.arch.barrier(
             barrier_id=FIRST_FULL_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE
         )
@@ -273,7 +285,7 @@ class Epilogue:
 
     @cute.jit
     def copy_tile(self, tile: WorkTile) -> None:
-        """Copy a staged tile: one loop, little code."""
+        """Copy a staged tile into the output: one loop, little code."""
         config, swapped = self.config, self.config.tile.swap_ab
         window, blocks = self.window(tile), config.tile.n // self.block_n
         live = Int32(blocks)
@@ -288,15 +300,16 @@ class Epilogue:
             self.copy(buffer, moved, 0, 0)
 
     def sync(self) -> None:
+        """Wait for all threads of the warpgroup."""
         cute.arch.barrier(
             barrier_id=FIRST_EPILOGUE_BARRIER + self.group, number_of_threads=WARPGROUP_SIZE
         )
 
     @cute.jit
     def load_bias(self, tile: WorkTile, repeat: int) -> cute.Tensor | None:
-        """The bias of the thread's two rows of operand M, and 0 where nothing was multiplied.
+        """Return the bias of the thread's two rows of operand M; 0 for tiles without products.
 
-        None without one, and where it is of columns.
+        None without a bias, and if it belongs to columns of operand N.
         """
         bias = self.tensors.bias
         if const_expr(bias is None or not self.config.tile.swap_ab):
@@ -304,12 +317,15 @@ class Epilogue:
         values = cute.make_rmem_tensor(2, Float32)
         row = tile.m_row + self.first_m + repeat * self.step + self.warp * 16 + self.lane // 4
         for half in range_constexpr(2):
-            values[half] = self.bias_of(tile, row + half * 8)
+            values[half] = self.bias_at(tile, row + half * 8)
         return values
 
     @cute.jit
-    def bias_of(self, tile: WorkTile, col: Int32) -> Float32:
-        """The bias of a column of the product, 0 where nothing was multiplied or there is none."""
+    def bias_at(self, tile: WorkTile, col: Int32) -> Float32:
+        """Return the bias of a column of the product.
+
+        It is 0 for tiles without products and past the end.
+        """
         bias = self.tensors.bias
         value = Float32(0.0)
         if tile.k_blocks > 0 and col < bias.shape[1]:
@@ -328,7 +344,7 @@ class Epilogue:
         repeat: int,
         tile: WorkTile,
     ) -> cute.Tensor:
-        """The thread's values of the ``j``-th eight columns: (column, row) of two each.
+        """Return the thread's values of the ``j``-th eight columns: (column, row) of two each.
 
         Zeros of an empty group and of the tail stay exact zeros: their factor is 1.
         """
@@ -345,73 +361,75 @@ class Epilogue:
                 words = load_shared(self.factors + (j * 8 + self.lane % 4 * 2) * 4, 2)
                 for i in range_constexpr(4):
                     factors[i] = bits_as_f32(words[i % 2])
-            _each("mul.rn.f32", values, factors)
+            _elementwise("mul.rn.f32", values, factors)
         if const_expr(self.tensors.bias is not None):
             addends = cute.make_rmem_tensor(4, Float32)
             for i in range_constexpr(2):
                 if const_expr(bias is not None):
                     addends[2 * i] = addends[2 * i + 1] = bias[i]
                 else:
-                    addends[i] = addends[i + 2] = self.bias_of(
+                    addends[i] = addends[i + 2] = self.bias_at(
                         tile, tile.n_row + j * 8 + self.lane % 4 * 2 + i
                     )
-            _each("add.rn.f32", values, addends)
+            _elementwise("add.rn.f32", values, addends)
         return values
 
-    def stage_block(self, buffer: Int32, first_n: int, acc: cute.Tensor, *of_row: Any) -> None:
-        """``finish`` and stage the block of columns from ``first_n`` on."""
-        for first in range(0, self.block_n, 16):
-            at = (first_n + first) // 8
-            columns = range(at, at + min(2, self.block_n // 8))
-            self.stage([self.finish(acc, j, *of_row) for j in columns], buffer, first)
+    def stage_block(
+        self, buffer: Int32, first_n: int, acc: cute.Tensor, *row_arguments: Any
+    ) -> None:
+        """Finish and stage the block of columns from ``first_n`` on."""
+        for first_column in range(0, self.block_n, 16):
+            first_eight = (first_n + first_column) // 8
+            columns = range(first_eight, first_eight + min(2, self.block_n // 8))
+            self.stage([self.finish(acc, j, *row_arguments) for j in columns], buffer, first_column)
 
-    def stage(self, values: list[cute.Tensor], buffer: Int32, first: int) -> None:
-        """Write eight or sixteen columns of accumulators, ``first`` and on, into a block."""
+    def stage(self, values: list[cute.Tensor], buffer: Int32, first_column: int) -> None:
+        """Write eight or sixteen columns of values, from ``first_column`` on, into a block."""
         swap_ab, lane = self.config.tile.swap_ab, self.lane
         if self.config.staged_type == "float32":
-            for k, part in enumerate(values):
-                words = [f32_as_bits(part[i]) for i in range(4)]
-                n = first + k * 8 + lane % 4 * 2
+            for k, column_values in enumerate(values):
+                words = [f32_as_bits(column_values[i]) for i in range(4)]
+                n = first_column + k * 8 + lane % 4 * 2
                 for half in range(2):
                     m = self.warp * 16 + half * 8 + lane // 4
                     pair = words[2 * half : 2 * half + 2]
                     if swap_ab:
                         for i in range(2):
-                            store_shared(self.place(buffer, n + i, m), [pair[i]])
+                            store_shared(self.element_address(buffer, n + i, m), [pair[i]])
                     else:
-                        store_shared(self.place(buffer, m, n), pair)
+                        store_shared(self.element_address(buffer, m, n), pair)
             return
         words = []
-        for part in values:
+        for column_values in values:
             narrow = cute.make_rmem_tensor(4, self.staged_element)
-            narrow.store(part.load().to(self.staged_element))
+            narrow.store(column_values.load().to(self.staged_element))
             bits = cute.recast_tensor(narrow, Uint32)
             words += [bits[0], bits[1]]
         # Lane 8 i + r has row r of the i-th matrix.
-        n, m = first + lane // 16 * 8, self.warp * 16 + lane // 8 % 2 * 8
+        n, m = first_column + lane // 16 * 8, self.warp * 16 + lane // 8 % 2 * 8
         if swap_ab:
-            _store_matrices(self.place(buffer, n + lane % 8, m), words, True)
+            _store_matrices(self.element_address(buffer, n + lane % 8, m), words, True)
         else:
-            _store_matrices(self.place(buffer, m + lane % 8, n), words, False)
+            _store_matrices(self.element_address(buffer, m + lane % 8, n), words, False)
 
-    def place(self, buffer: Int32, row: Int32, col: Int32) -> Int32:
-        """Where an element of a block is in shared memory."""
+    def element_address(self, buffer: Int32, row: Int32, col: Int32) -> Int32:
+        """Return the address of an element of a block in shared memory."""
         width = self.staged_element.width // 8
         per_row = _ROW_BYTES // width
-        at = col % per_row * width
-        vector = (at // VECTOR_BYTES) ^ (row % _SWIZZLE_ROWS)
+        byte = col % per_row * width
+        vector = (byte // VECTOR_BYTES) ^ (row % _SWIZZLE_ROWS)
         panel = col // per_row * (self.block_rows * _ROW_BYTES)
-        return buffer + panel + row * _ROW_BYTES + vector * VECTOR_BYTES + at % VECTOR_BYTES
+        return buffer + panel + row * _ROW_BYTES + vector * VECTOR_BYTES + byte % VECTOR_BYTES
 
     @cute.jit
     def window(self, tile: WorkTile) -> Window:
-        """Where the thread's first vector of the tile's first block goes."""
+        """Return the destination of the thread's first vector of the tile's first block."""
         config, out = self.config, self.tensors.out
-        row, col = self.own_row, tile.n_row + self.own_col
+        row, col = self.thread_row, tile.n_row + self.thread_col
         first_m = tile.m_row + self.first_m
         if const_expr(self.config.tile.swap_ab):
             rows = tile.rows - row
-            row, col = tile.n_row + row, first_m + self.own_col
+            row, col = tile.n_row + row, first_m + self.thread_col
         else:
             rows = out.shape[1] - first_m - row
             if const_expr(self.config.grouping == "m_grouped"):
@@ -424,25 +442,27 @@ class Epilogue:
 
     @cute.jit
     def copy(self, buffer: Int32, window: Window, repeat: int, first_n: int) -> None:
-        """Copy a block into the output: each thread some vectors, of rows that exist."""
+        """Copy a block into the output: each thread copies some vectors of rows that exist."""
         passes = -(-self.vectors // WARPGROUP_SIZE)
-        steps = [self.step_of(i) for i in range(passes)]
-        at = self.place(buffer, self.own_row, self.own_col)
-        staged = [load_shared(at + self.place(0, row, col), 4) for row, col in steps]
+        steps = [self.vector_offset(i) for i in range(passes)]
+        first_address = self.element_address(buffer, self.thread_row, self.thread_col)
+        staged = [
+            load_shared(first_address + self.element_address(0, row, col), 4) for row, col in steps
+        ]
         m = repeat * self.step
-        places = [
+        positions = [
             (first_n + r, m + c) if self.config.tile.swap_ab else (m + r, first_n + c)
             for r, c in steps
         ]
         if const_expr(self.config.activation is not None):
-            # So many at once as fill the time until a number is there.
+            # Two vectors at once fill the latency of the arithmetic.
             for i in range_constexpr(0, passes, 2):
-                store_activated(self.config, staged[i : i + 2], window, places[i : i + 2])
+                store_activated(self.config, staged[i : i + 2], window, positions[i : i + 2])
         else:
             width = self.tensors.out.element_type.width // 8
             if const_expr(self.config.accumulate):
-                staged = self.added(staged, window, places)
-            for words, (row, col) in zip(staged, places, strict=True):
+                staged = self.add_output(staged, window, positions)
+            for words, (row, col) in zip(staged, positions, strict=True):
                 store_if(
                     window.out.address_at(row, col * width),
                     words,
@@ -450,16 +470,16 @@ class Epilogue:
                     (window.cols, col),
                 )
 
-    def step_of(self, i: int) -> tuple[int, int]:
-        """Rows and columns of a block from a thread's first vector to its ``i``-th."""
+    def vector_offset(self, i: int) -> tuple[int, int]:
+        """Return the rows and columns of a block from a thread's first vector to its ``i``-th."""
         per_row = _ROW_BYTES // VECTOR_BYTES
         rows = i * (WARPGROUP_SIZE // per_row)
         return rows % self.block_rows, rows // self.block_rows * (per_row * self.vector)
 
-    def added(
-        self, staged: list[list[Uint32]], window: Window, places: list[tuple[int, int]]
+    def add_output(
+        self, staged: list[list[Uint32]], window: Window, positions: list[tuple[int, int]]
     ) -> list[list[Uint32]]:
-        """Staged vectors and what the output holds, rounded.
+        """Return the staged vectors plus the old output, rounded.
 
         All loads come before the first sum: gradients of Qwen3's weights take 1657 us instead of
         3638 (H200).
@@ -467,7 +487,7 @@ class Epilogue:
         dtype, width = self.config.out_dtype, DTYPE_BYTES[self.config.out_dtype]
         old = [
             load_if(window.out.address_at(r, c * width), width, (window.rows, r), (window.cols, c))
-            for r, c in places
+            for r, c in positions
         ]
         pairs = [
             zip(map(bits_as_f32, a), unpack_words(b, dtype), strict=True)
@@ -477,8 +497,9 @@ class Epilogue:
 
 
 class StoreWarps:
-    """The warpgroup that stores what consumer warpgroups staged, whose epilogues ``epilogues``
-    makes.
+    """The warpgroup that stores the tiles that consumer warpgroups staged.
+
+    ``epilogues`` returns the epilogue of a consumer warpgroup.
     """
 
     def __init__(
@@ -490,6 +511,7 @@ class StoreWarps:
 
     @cute.jit
     def run(self) -> None:
+        """Store all tiles of this CTA."""
         for group in range_constexpr(self.config.consumers):
             self.epilogues(Int32(group)).free()
         state = self.tiles.new_state()

@@ -1,14 +1,14 @@
 """The persistent, warp-specialised grouped GEMM for sm_90a.
 
-Roles of a CTA and what passes between them:
+Roles of a CTA and the pipelines between them:
 
 ========== ======================== =======================================================
 pipeline   from -> to               full; empty
 ========== ======================== =======================================================
-tile ring  scheduler -> all others  one arrival; one a warp
+tile ring  scheduler -> all others  one arrival; one per warp
 numbers    scheduler -> other CTA's one arrival; one
-ab         load -> consumers        the bytes of a stage; one a consumer warp of the cluster
-ab         gather -> consumers      one a lane, once its copies are there
+ab         load -> consumers        the bytes of a stage; one per consumer warp of the cluster
+ab         gather -> consumers      one per lane, once its copies are there
 ========== ======================== =======================================================
 """
 
@@ -52,9 +52,14 @@ from .warp_schedule import WarpSchedule
 
 
 class Sources(NamedTuple):
-    """Something of each tensor that TMA moves: the copies, their coordinates, or both.
+    """TMA sources, or their atoms or coordinates alone, of each tensor that TMA moves.
 
-    Operand M's block scales are of tiles or of single rows, operand N's of single rows.
+    Attributes:
+        m: Elements or codes of operand M.
+        n: Elements of operand N; None if they are gathered.
+        m_scales: Block scales of operand M, of tiles or of single rows; None without.
+        n_scales: Block scales of operand N, of single rows; None without.
+        out: The output; None if TMA does not store it.
     """
 
     m: Any
@@ -69,10 +74,11 @@ class Sm90Gemm:
 
     def __init__(self, config: Sm90GemmConfig):
         self.config = config
-        self.warps = WarpSchedule(config.consumers, config.stores_apart, config.gather_warps)
+        self.warps = WarpSchedule(config.consumers, config.has_store_warpgroup, config.gather_warps)
 
     @staticmethod
     def fake_args(config: Sm90GemmConfig) -> tuple[Any, ...]:
+        """Return the fake arguments for compilation."""
         fake = FakeArguments(config)
         arguments = fake.arguments()
         if config.expanded == "a":
@@ -85,9 +91,9 @@ class Sm90Gemm:
 
     @cute.jit
     def __call__(self, *args: Any) -> None:
-        """Launch the kernel: ``GemmArguments``, and the stream where.
+        """Launch the kernel with ``GemmArguments`` and a stream.
 
-        What is fp16 or bf16 beside codes has its elements in the order of ``decode``, and K as a
+        fp16 or bf16 values beside codes have their elements in the order of ``decode``, and K as a
         multiple of 128.
         """
         config, layouts = self.config, Layouts(self.config)
@@ -135,7 +141,7 @@ class Sm90Gemm:
         )
 
     def views(self, m: cute.Tensor, n: cute.Tensor, depth: Any) -> tuple[cute.Tensor, cute.Tensor]:
-        """Operands M and N as (rows, K, groups), or M as (rows, bytes, groups) of codes;
+        """Return operands M and N as (rows, K, groups), or M as (rows, bytes, groups) of codes.
 
         ``depth`` is K.
         """
@@ -157,7 +163,10 @@ class Sm90Gemm:
     def row_scales(
         self, layouts: Layouts, m_scales: cute.Tensor, n_scales: cute.Tensor
     ) -> tuple[list[TmaSource | None], tuple[cute.Tensor | None, ...]]:
-        """Copies of the fp32 scales of single rows of operands M and N; those of squares."""
+        """Return the copies of fp32 scales of single rows, and the views of scales of squares.
+
+        Both have an entry for operand M and one for operand N, None without.
+        """
         staged, tilers = layouts.stages, layouts.tilers
         sides = (
             (m_scales, staged.m_scales, tilers.m_scales),
@@ -171,7 +180,7 @@ class Sm90Gemm:
     def source(
         self, tensor: cute.Tensor, staged: Any, tiler: tuple[int, ...], sharers: int = 1
     ) -> TmaSource:
-        """The TMA copy of one stage of a tensor, of which each of several CTAs loads a part."""
+        """Return the TMA copy of one stage of a tensor that ``sharers`` CTAs load together."""
         stage = cute.slice_(staged, (*[None] * len(tiler), 0))
         op = cpasync.CopyBulkTensorTileG2SOp()
         if sharers > 1:
@@ -190,6 +199,18 @@ class Sm90Gemm:
         extents: Extents,
         counter: cute.Tensor | None,
     ) -> None:
+        """Run the role of each warp.
+
+        Args:
+            atoms: TMA copies of the sources and the output.
+            tensors: Coordinates of the sources and the output.
+            squares: fp32 scales of squares of operands M and N; None without.
+            epilogue_tensors: Tensors of the epilogue.
+            gathered: Rows that are gathered; None without.
+            offs: (G,) int32 end rows.
+            extents: Sizes of the product.
+            counter: (1,) int32 with dynamic scheduling; otherwise None.
+        """
         config, warps = self.config, self.warps
         layouts = Layouts(config)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -203,7 +224,7 @@ class Sm90Gemm:
         pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
 
         if const_expr(config.row_range is not None):
-            # The next part's CTAs take the places of this one's: each needs a whole SM.
+            # The next kernel's CTAs replace the CTAs of this one: each needs a whole SM.
             cute.arch.griddepcontrol_launch_dependents()
         tiles = TileReader(ring, barriers.tiles)
         consumer_registers, other_registers = warps.registers
@@ -217,16 +238,16 @@ class Sm90Gemm:
                 promoter = Promoter(config, shared, squares, cta)
             Consumer(config, layouts, shared, tiles, ab_pipeline, epilogue, promoter).run()
         else:
-            if const_expr(config.stores_apart):
+            if const_expr(config.has_store_warpgroup):
                 if warp >= warps.first_store_warp:
                     cute.arch.setmaxregister_decrease(warps.store_registers)
 
-                    def of_group(group: Int32) -> Epilogue:
+                    def epilogue_of_group(group: Int32) -> Epilogue:
                         return Epilogue(
                             config, epilogue_tensors, barriers.blocks, barriers.factors, cta, group
                         )
 
-                    StoreWarps(config, tiles, of_group).run()
+                    StoreWarps(config, tiles, epilogue_of_group).run()
                 else:
                     cute.arch.setmaxregister_decrease(other_registers)
             else:
@@ -242,12 +263,13 @@ class Sm90Gemm:
                     number = warp - warps.first_gather_warp
                     GatherWarp(config, gathered, shared, tiles, ab_pipeline, number).run()
             if const_expr(config.handled_rows.is_later):
-                # Parts write rows of their own. But who waits for this one waits for all before it.
+                # The kernels that share a product write different rows. But a kernel that waits for
+                # this one must wait for the previous ones, too.
                 if warp == warps.scheduler_warp_id and cute.arch.block_idx()[0] == 0:
                     cute.arch.griddepcontrol_wait()
 
     def allocate_stages(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> Stages:
-        """Stages of both operands, and of their block scales, in shared memory."""
+        """Allocate the stages of both operands, and of their block scales, in shared memory."""
 
         def swizzled(layout: cute.ComposedLayout, element: Any) -> cute.Tensor:
             return smem.allocate_tensor(
@@ -272,23 +294,27 @@ class Sm90Gemm:
     def stage_loads(
         self, layouts: Layouts, sources: Sources, shared: Stages, cta: Int32
     ) -> tuple[tuple[StageLoad, ...], tuple[StageLoad, ...]]:
-        """How operands M and N, and their block scales, get into shared memory."""
+        """Return the loads of operands M and N, and of their block scales."""
         tile, kind = self.config.tile, self.config.kind
 
-        def own(which: str, k_divisor: int, is_scale: bool = False) -> StageLoad:
-            parts = (getattr(x, which) for x in (sources, shared, layouts.tilers))
-            first_row = cta * tile.m if which.startswith("m") else Int32(0)
-            return StageLoad(*parts, k_divisor, first_row, Int32(0), 1, is_scale)
+        def private_load(name: str, k_divisor: int, is_scale: bool = False) -> StageLoad:
+            """Return the load of a tensor that no other CTA shares."""
+            tensors = (getattr(x, name) for x in (sources, shared, layouts.tilers))
+            first_row = cta * tile.m if name.startswith("m") else Int32(0)
+            return StageLoad(*tensors, k_divisor, first_row, Int32(0), 1, is_scale)
 
         common = (Int32(0), cta, tile.num_ctas, False)
         operand_n = []
         if sources.n is not None:
             operand_n.append(StageLoad(sources.n, shared.n, layouts.tilers.n, 1, *common))
         if self.config.is_decoded:
-            codes, scales = own("m", 8 // kind.bits), own("m_scales", kind.scale_tile_k, True)
+            codes, scales = (
+                private_load("m", 8 // kind.bits),
+                private_load("m_scales", kind.scale_tile_k, True),
+            )
             return (codes, scales), tuple(operand_n)
-        operand_m = [own("m", 1)]
-        for which, loads in (("m_scales", operand_m), ("n_scales", operand_n)):
-            if getattr(sources, which) is not None:
-                loads.append(own(which, kind.sf_vec_size, True))
+        operand_m = [private_load("m", 1)]
+        for name, loads in (("m_scales", operand_m), ("n_scales", operand_n)):
+            if getattr(sources, name) is not None:
+                loads.append(private_load(name, kind.sf_vec_size, True))
         return tuple(operand_m), tuple(operand_n)

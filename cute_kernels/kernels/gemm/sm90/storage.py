@@ -1,4 +1,4 @@
-"""What a CTA keeps in shared memory, and the pipelines over it."""
+"""Shared memory of a CTA, and the pipelines over it."""
 
 from typing import Any, NamedTuple
 
@@ -17,17 +17,16 @@ from .fp4.operand import codes_stages, scale_stages
 from .warp_schedule import WARPS, WarpSchedule
 
 _Kind = warpgroup.SmemLayoutAtomKind
-#: Swizzles that keep the rows of a tile apart, by the bytes of a row.
+#: Swizzles that keep the rows of a tile in different banks, by the bytes of a row.
 _K_SWIZZLES = {128: _Kind.K_SW128}
 _MN_SWIZZLES = {16: _Kind.MN_INTER, 32: _Kind.MN_SW32, 64: _Kind.MN_SW64, 128: _Kind.MN_SW128}
 
 
 class Stages(NamedTuple):
-    """Stages of operands M and N, (rows, K, STAGE), in shared memory, or their layouts; bytes if M
-    is decoded.
+    """Stages of operands M and N, (rows, K, STAGE), in shared memory, or their layouts.
 
-    Block scales of M are (row tiles, K tiles, words, STAGE) if it is decoded; those of single rows
-    are (rows, 1, STAGE).
+    Operand M is bytes if it is decoded. Then its block scales are (row tiles, K tiles, words,
+    STAGE). Block scales of single rows are (rows, 1, STAGE).
     """
 
     m: Any
@@ -37,9 +36,14 @@ class Stages(NamedTuple):
 
 
 class Layouts:
-    """The tiled MMA and the layouts of a configuration; made while tracing.
+    """The tiled MMA and the layouts of a configuration; created while tracing.
 
-    ``elements`` are types of what is multiplied, ``tilers`` extents of one stage, without the last.
+    Attributes:
+        elements: Types of the elements that are multiplied.
+        tiled_mma: MMA of a tile.
+        tilers: Extents of one stage, without the last mode.
+        stages: Layouts of the stages.
+        out: Blocks of output, of one warp each, that TMA stores; None if it stores none.
     """
 
     def __init__(self, config: Sm90GemmConfig):
@@ -50,7 +54,7 @@ class Layouts:
         else:
             self.elements = element_type(config.m_kind), element_type(config.n_kind)
         m_major, n_major = config.mn_major
-        self.tiled_mma = self.mma_of(tile.n)
+        self.tiled_mma = self.mma_of_width(tile.n)
         n_tiler = (tile.n, config.stage_k)
         n = self._staged(1, n_tiler, n_major)
         if config.is_decoded:
@@ -72,12 +76,13 @@ class Layouts:
             self.out = cute.tile_to_shape(atom, (rows // WARPS, cols, blocks), (0, 1, 2))
         if config.interleaves_halves:
             names = ("m", "m_scales") if tile.swap_ab else ("n", "n_scales")
-            given = {name: getattr(self.tilers, name) for name in names}
+            tilers = {name: getattr(self.tilers, name) for name in names}
             self.tilers = self.tilers._replace(
-                **{name: ((2, t[0] // 2), *t[1:]) for name, t in given.items() if t is not None}
+                **{name: ((2, t[0] // 2), *t[1:]) for name, t in tilers.items() if t is not None}
             )
 
-    def mma_of(self, width: int) -> cute.TiledMma:
+    def mma_of_width(self, width: int) -> cute.TiledMma:
+        """Return the tiled MMA of a number of columns."""
         config, source = self.config, warpgroup.OperandSource
         return hopper_helpers.make_trivial_tiled_mma(
             *self.elements,
@@ -89,6 +94,7 @@ class Layouts:
         )
 
     def _staged(self, operand: int, tiler: tuple[int, int], mn_major: bool) -> Any:
+        """Return the layout of the stages of operand M (0) or N (1)."""
         element = self.elements[operand]
         width = element.width // 8 * tiler[0 if mn_major else 1]
         swizzles = _MN_SWIZZLES if mn_major else _K_SWIZZLES
@@ -97,16 +103,20 @@ class Layouts:
         return cute.tile_to_shape(atom, (*tiler, self.config.num_ab_stage), order)
 
     def _scales(self, rows: int) -> cute.Layout:
+        """Return the layout of the stages of scales of single rows."""
         return cute.make_layout((rows, 1, self.config.num_ab_stage), stride=(1, rows, rows))
 
 
 class Barriers(NamedTuple):
-    """Full and empty barriers of the stages and of the tile records, and small exchanges, in shared
-    memory.
+    """Full and empty barriers of the pipelines, and small buffers, in shared memory.
 
-    ``blocks`` are what the epilogue stages, bytes or ``Layouts.out``; ``factors`` those of a tile's
-    rows for each warpgroup, or amaxes of rows, fp32, or None; ``numbers`` of those of tiles that a
-    cluster's first CTA passes on, or None.
+    Attributes:
+        ab: Barriers of the stages.
+        sched: Barriers of the tile records.
+        tiles: Tile records.
+        blocks: Blocks that the epilogue stages, bytes or ``Layouts.out``.
+        factors: fp32 factors of a tile's rows for each warpgroup, or amaxes of rows; None without.
+        numbers: Barriers of the tile numbers that a cluster's first CTA passes on; None without.
     """
 
     ab: cute.Pointer
@@ -120,6 +130,7 @@ class Barriers(NamedTuple):
     def allocate(
         config: Sm90GemmConfig, layouts: Layouts, smem: cutlass.memory.SmemAllocator
     ) -> "Barriers":
+        """Allocate the barriers and buffers."""
         words = cute.make_layout(
             config.num_sched_stage * TILE_WORDS + 4 * config.uses_dynamic_scheduling
         )
@@ -144,7 +155,7 @@ class Barriers(NamedTuple):
 
 
 class Pipelines(NamedTuple):
-    """What warps pass to each other."""
+    """Pipelines between the warps."""
 
     ab: pipeline.PipelineTmaAsync
     ring: pipeline.PipelineAsync
@@ -152,6 +163,7 @@ class Pipelines(NamedTuple):
 
 
 def make_pipelines(config: Sm90GemmConfig, warps: WarpSchedule, barriers: Barriers) -> Pipelines:
+    """Create the pipelines over the barriers."""
     ab_pipeline = make_pipeline(
         *(pipeline.PipelineTmaAsync, barriers.ab, config.num_ab_stage, warps.stage_arrivals),
         # A stage that several CTAs write is free when the consumers of all of them are done.

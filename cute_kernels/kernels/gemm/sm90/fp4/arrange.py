@@ -1,6 +1,6 @@
-"""Plain activations put into the order in which the GEMM contracts them beside NVFP4 weights.
+"""Plain activations in the order in which the GEMM contracts them with NVFP4 weights.
 
-The order is that of ``expand``. A warp takes a row, a quad of lanes 128 elements of it. For each
+The order is that of ``expand``. A warp handles a row, a quad of lanes 128 elements of it. For each
 ``p`` and ``w`` lane j of a quad reads elements ``8 w`` to ``8 w + 7`` of block ``2 j + p``, and
 lane q writes elements q and q + 4 of all four.
 """
@@ -23,7 +23,7 @@ from .config import ArrangeConfig
 
 _ROWS = 8
 _QUAD = 4
-#: Chunks of 128 elements that a warp takes at once, one a quad.
+#: Chunks of 128 elements that a warp handles at once, one per quad.
 _CHUNKS = WARP_SIZE // _QUAD
 _VECTOR_BYTES = 16
 
@@ -38,6 +38,7 @@ class ArrangeKernel(GridKernel):
 
     @staticmethod
     def fake_args(config: ArrangeConfig) -> tuple[Any, ...]:
+        """Return the fake arguments for compilation."""
         dtype = DSL_TYPES[config.dtype]
         rows, depth, pitch = (cute.sym_int(divisibility=d) for d in (1, N_ALIGN, N_ALIGN))
         wide = cute.sym_int(divisibility=DECODED_CHUNK_K)
@@ -55,20 +56,25 @@ class ArrangeKernel(GridKernel):
     def kernel(
         self, x: cute.Tensor, index: cute.Tensor | None, offs: cute.Tensor, out: cute.Tensor
     ) -> None:
-        """Rearrange (rows, K) fp16 or bf16 with (G,) int32 end rows.
+        """Rearrange rows for the GEMM.
 
-        If gathered, ``x`` is (tokens, K) and ``index`` (rows,) int32 says which token each row is;
-        a row whose index is none of the tokens is zeros. K of ``out`` is filled up to a multiple of
-        128; rows of the tail are not written.
+        K of ``out`` is padded to a multiple of 128; rows of the tail are not written.
+
+        Args:
+            x: (rows, K), fp16 or bf16; (tokens, K) if gathered.
+            index: (rows,) int32, the token of each row, if gathered; None otherwise. A row whose
+                index is out of range becomes zeros.
+            offs: (G,) int32 end rows.
+            out: (rows, padded K) of the dtype of ``x``, written.
         """
         rows, wide = out.shape
-        last = GroupCursor(offs, offs.shape[0], rows, Int32(0)).end_row()
+        end_row = GroupCursor(offs, offs.shape[0], rows, Int32(0)).end_row()
         spans = (wide + (_CHUNKS * DECODED_CHUNK_K - 1)) // (_CHUNKS * DECODED_CHUNK_K)
-        items = (last + (_ROWS - 1)) // _ROWS * spans
+        items = (end_row + (_ROWS - 1)) // _ROWS * spans
         block, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         for item in cutlass.range(block, items, step, unroll=1):
             row = item // spans * _ROWS + cute.arch.warp_idx()
-            if row < last:
+            if row < end_row:
                 token, depth = row, x.shape[1]
                 if const_expr(self.config.gathered):
                     token = index[row]
@@ -86,18 +92,18 @@ class ArrangeKernel(GridKernel):
         """Write row ``row`` of ``out``: the first ``depth`` elements of a token, then zeros."""
         lane = cute.arch.lane_idx()
         quad_lane = lane % _QUAD
-        first = (span * _CHUNKS + lane // _QUAD) * DECODED_CHUNK_K
+        first_element = (span * _CHUNKS + lane // _QUAD) * DECODED_CHUNK_K
         source = x.iterator.toint() + Int64(token) * x.stride[0] * 2
         target = out.iterator.toint() + Int64(row) * out.shape[1] * 2
-        for part in cutlass.range_constexpr(4):
+        for eight in cutlass.range_constexpr(4):
             # Elements 8 w .. 8 w + 7 of block 2 j + p.
-            at = first + quad_lane * 32 + part * 8
-            words = load_global_if(source + at * 2, _VECTOR_BYTES, at, depth)
+            element = first_element + quad_lane * 32 + eight * 8
+            words = load_global_if(source + element * 2, _VECTOR_BYTES, element, depth)
             # Elements q and q + 4 for each lane q, then lane j's for this one from all j.
             pairs = [
                 asm(f"prmt.b32 $0, $1, $2, {('0x5410', '0x7632')[q % 2]};", [Uint32], operands)
                 for q, operands in ((q, [words[q // 2], words[2 + q // 2]]) for q in range(_QUAD))
             ]
             values = transpose_four(pairs, 1)
-            if first < out.shape[1]:
-                store_global(target + (first + part * 32 + quad_lane * 8) * 2, values)
+            if first_element < out.shape[1]:
+                store_global(target + (first_element + eight * 32 + quad_lane * 8) * 2, values)

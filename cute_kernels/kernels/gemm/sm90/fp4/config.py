@@ -1,4 +1,4 @@
-"""What the kernels before the GEMM of sm_90a are compiled for, that prepare its FP4 operands."""
+"""Configurations of the kernels that prepare FP4 operands for the GEMM of sm_90a."""
 
 import dataclasses
 from typing import ClassVar
@@ -6,11 +6,11 @@ from typing import ClassVar
 
 @dataclasses.dataclass(frozen=True)
 class ExpandConfig:
-    """One variant of the kernel that turns NVFP4 codes and block scales into fp16 values.
+    """One variant of the kernel that converts NVFP4 codes and block scales to fp16 values.
 
     Attributes:
-        is_ragged: rows of groups, with block scales in slots; otherwise a row's number is its
-            place among the block scales.
+        is_ragged: Rows belong to ragged groups, with block scales in slots. Otherwise the number of
+            a row is its position among the block scales.
     """
 
     is_ragged: bool
@@ -24,7 +24,7 @@ class ArrangeConfig:
 
     Attributes:
         dtype: ``"bfloat16"`` or ``"float16"``.
-        gathered: rows are read by an index.
+        gathered: Rows are read by an index.
     """
 
     dtype: str

@@ -1,4 +1,4 @@
-"""The stages in shared memory of operand M where it comes as codes."""
+"""Stages in shared memory of operand M if it comes as codes."""
 
 from cutlass import cute
 
@@ -8,21 +8,21 @@ from ..config import Sm90GemmConfig
 
 
 def codes_stages(config: Sm90GemmConfig) -> tuple[tuple[int, int], cute.Layout]:
-    """Rows and bytes of codes of a stage, and the stages, (rows, (bytes, pieces), STAGE).
+    """Return rows and bytes of codes of a stage, and the stages, (rows, (bytes, chunks), STAGE).
 
-    Lanes read whole rows of a piece, without conflicts as they are.
+    Lanes read whole rows of a chunk, without bank conflicts as they are.
     """
     rows, width = config.tile.m, DECODED_CHUNK_K * config.kind.bits // 8
-    piece = rows * width
+    chunk = rows * width
     layout = cute.make_layout(
-        (rows, (width, config.pieces), config.num_ab_stage),
-        stride=(width, (1, piece), piece * config.pieces),
+        (rows, (width, config.chunks_per_stage), config.num_ab_stage),
+        stride=(width, (1, chunk), chunk * config.chunks_per_stage),
     )
-    return (rows, width * config.pieces), layout
+    return (rows, width * config.chunks_per_stage), layout
 
 
 def scale_stages(config: Sm90GemmConfig) -> tuple[tuple[int, int, int], cute.Layout]:
-    """Row tiles, K tiles and words of the scales of a stage, and the stages of them."""
+    """Return row tiles, K tiles and words of the scales of a stage, and the stages' layout."""
     tiles, k_tiles = config.tile.m // SF_TILE_ROWS, config.stage_k // config.kind.scale_tile_k
     stage = k_tiles * SF_TILE_WORDS
     layout = cute.make_layout(

@@ -1,4 +1,4 @@
-"""An m_grouped product that several kernels share, each with a tile of its own (sm_90a)."""
+"""m_grouped GEMMs that several kernels share, each with a tile of its own (sm_90a)."""
 
 import dataclasses
 
@@ -26,44 +26,46 @@ KINDS = {
         "accumulate": True,
     },
 }
-#: Rows of groups that have every kind of tile: whole ones, and rests on both sides of each bound.
+#: Row counts of groups with all kinds of tiles: full ones, and remainders around each bound.
 SKEWED = [300, 0, 1, 128, 64, 33, 129, 32, 97, 65, 17, 0, 0, 256]
 
 
-def parts_of(kind, mean=64, **options):
+def launches_of(kind, mean=64, **options):
     base = Sm90GemmConfig(tile=Sm90Tile(128, 128, swap_ab=True), **(KINDS[kind] | options))
     problem = GemmProblem(base.operand, "m_grouped", base.out_dtype, 128, 128 * mean, 5760, k=2880)
     return split_launches(choose_config(base, problem, NUM_SMS), problem, NUM_SMS)
 
 
-def run(product, parts, num_sms, device):
+def run(product, launches, num_sms, device):
     out = product.before.to(device, copy=True)
-    for part in parts:
-        dataclasses.replace(product, config=part).run_into(out, num_sms)
+    for config in launches:
+        dataclasses.replace(product, config=config).run_into(out, num_sms)
     return out.cpu()
 
 
 @pytest.mark.parametrize("mean", [16, 64, 80, 128, 512])
 @pytest.mark.parametrize("kind", [*KINDS])
-def test_parts_take_every_row_once(kind, mean):
-    parts = parts_of(kind, mean)
-    takes = [part.handled_rows for part in parts]
-    assert len({part.chunk_rows for part in takes}) == 1
-    ranges = sorted((part.min_rows, part.max_rows) for part in takes)
+def test_launches_handle_every_row_once(kind, mean):
+    launches = launches_of(kind, mean)
+    row_ranges = [row_range.handled_rows for row_range in launches]
+    assert len({row_range.chunk_rows for row_range in row_ranges}) == 1
+    ranges = sorted((row_range.min_rows, row_range.max_rows) for row_range in row_ranges)
     assert ranges[0][0] == 0
-    assert ranges[-1][1] == takes[0].chunk_rows
+    assert ranges[-1][1] == row_ranges[0].chunk_rows
     assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
-    for config, part in zip(parts, takes, strict=True):
-        assert config.tile.rows >= part.max_rows
-        # Whole chunks are tiles of their kernel.
-        assert part.max_rows < part.chunk_rows or config.tile.rows == part.chunk_rows
-    assert [part.is_later for part in takes] == [i > 0 for i in range(len(takes))]
-    # That with the rows of the mean comes first.
-    assert takes[0].min_rows < min(mean, takes[0].chunk_rows) <= takes[0].max_rows
-    assert set(parts) <= set(all_split_launches(parts[0]))
+    for config, row_range in zip(launches, row_ranges, strict=True):
+        assert config.tile.rows >= row_range.max_rows
+        # Full chunks are exactly one tile.
+        assert row_range.max_rows < row_range.chunk_rows or config.tile.rows == row_range.chunk_rows
+    assert [row_range.is_later for row_range in row_ranges] == [
+        i > 0 for i in range(len(row_ranges))
+    ]
+    # The launch that handles groups of mean size comes first.
+    assert row_ranges[0].min_rows < min(mean, row_ranges[0].chunk_rows) <= row_ranges[0].max_rows
+    assert set(launches) <= set(all_split_launches(launches[0]))
 
 
-def test_small_products_and_single_groups_have_one_part():
+def test_small_products_and_single_groups_have_one_launch():
     for operand, grouping, groups, rows, n, depth in (
         ("nvfp4", "m_grouped", 128, 1024, 256, {"k": 2048}),
         ("nvfp4", "m_grouped", 1, 8192, 8192, {"k": 2048}),
@@ -78,11 +80,11 @@ def test_small_products_and_single_groups_have_one_part():
         assert split_launches(config, problem, NUM_SMS) == (config,)
 
 
-def test_a_tile_must_hold_what_its_part_has():
+def test_a_tile_must_hold_its_row_range():
     narrow = next(tile for tile in SM90_TILES if tile.swap_ab and tile.n == 64)
-    for part in (RowRange(128, 64, 128), RowRange(128, 32, 65), RowRange(32, 0, 32)):
+    for row_range in (RowRange(128, 64, 128), RowRange(128, 32, 65), RowRange(32, 0, 32)):
         with pytest.raises(ValueError, match="cannot hold"):
-            Sm90GemmConfig("nvfp4", tile=narrow, row_range=part)
+            Sm90GemmConfig("nvfp4", tile=narrow, row_range=row_range)
     with pytest.raises(ValueError, match="only an m_grouped product"):
         Sm90GemmConfig(
             "nvfp4", "k_grouped", tile=Sm90Tile(128, 128), row_range=RowRange(128, 0, 128)
@@ -90,15 +92,15 @@ def test_a_tile_must_hold_what_its_part_has():
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
-def test_bits_are_those_of_one_kernel(kind, device):
-    parts = parts_of(kind)
-    assert len(parts) > 1
-    # Poison in the tail: NaN activations, and rows of the output that nothing may touch.
-    product = m_grouped(parts[0], SKEWED, 136, 288, tail=150)
+def test_bits_equal_those_of_one_kernel(kind, device):
+    launches = launches_of(kind)
+    assert len(launches) > 1
+    # The tail has NaN activations, and its output rows must stay unchanged.
+    product = m_grouped(launches[0], SKEWED, 136, 288, tail=150)
     want = product.expected()
-    if parts[0].zero_tail:
+    if launches[0].zero_tail:
         want[sum(SKEWED) :] = 0.0
-    assert_same_bytes(run(product, parts, 4, device), want)
+    assert_same_bytes(run(product, launches, 4, device), want)
 
 
 @pytest.mark.parametrize(
@@ -106,33 +108,36 @@ def test_bits_are_those_of_one_kernel(kind, device):
     [[0, 0, 700, 0], [0] * 40, [1] * 1030 + [70] + [0] * 9],
     ids=["all in one", "all empty", "many groups"],
 )
-def test_routings(sizes, device):
-    parts = parts_of("nvfp4")
-    product = m_grouped(parts[0], sizes, 24, 64, tail=3)
-    assert_same_bytes(run(product, parts, 4, device), product.expected())
+def test_skewed_routings(sizes, device):
+    launches = launches_of("nvfp4")
+    product = m_grouped(launches[0], sizes, 24, 64, tail=3)
+    assert_same_bytes(run(product, launches, 4, device), product.expected())
 
 
 @each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
-    parts = parts_of("nvfp4")
-    product = m_grouped(parts[0], [140, 0, 9, 60, 1, 70], 136, 416, tail=2)
+    launches = launches_of("nvfp4")
+    product = m_grouped(launches[0], [140, 0, 9, 60, 1, 70], 136, 416, tail=2)
     want = product.expected()
     with emulator.options(**mode):
-        assert_same_bytes(run(product, parts, 2, "cpu"), want)
+        assert_same_bytes(run(product, launches, 2, "cpu"), want)
 
 
-def work(product, parts):
-    """What the tensor cores multiply on the emulator, for what is asked."""
+def relative_flops(product, launches):
+    """Return the FLOPs of the emulated tensor cores relative to the useful ones."""
     emulator.reset_stats()
-    run(product, parts, 4, "cpu")
+    run(product, launches, 4, "cpu")
     useful = 2 * int(product.offs[-1]) * product.before.shape[1] * product.a.codes.shape[1] * 2
     return int(emulator.stats()["mma_flops"]) / useful
 
 
-def test_tensor_cores_multiply_little_that_is_not_asked_for():
-    parts = parts_of("nvfp4")
-    product = m_grouped(parts[0], [260, 3, 7, 66, 12, 0, 20, 90, 5, 33], 512, 128)
-    assert work(product, parts) < 1.25
-    # As one kernel, which the mean would have chosen, with the columns of 64 or 128 in each tile.
+def test_tensor_cores_do_little_unneeded_work():
+    launches = launches_of("nvfp4")
+    product = m_grouped(launches[0], [260, 3, 7, 66, 12, 0, 20, 90, 5, 33], 512, 128)
+    assert relative_flops(product, launches) < 1.25
+    # One kernel, as chosen for the mean, would have tiles of 64 or 128 rows for every group.
     for tile in (Sm90Tile(256, 64, swap_ab=True, consumers=4), Sm90Tile(128, 128, swap_ab=True)):
-        assert work(product, (dataclasses.replace(parts[0], row_range=None, tile=tile),)) > 1.6
+        assert (
+            relative_flops(product, (dataclasses.replace(launches[0], row_range=None, tile=tile),))
+            > 1.6
+        )
