@@ -18,7 +18,7 @@ from ..tensor.aten_handlers import not_differentiable
 from ..tensor.dispatch import handler
 from ..tensor.dtensor_parts import is_distributed
 from ..tensor.grouped_tensor import GroupedTensor
-from ..tensor.offsets import Offsets, as_offs
+from ..tensor.offsets import Offsets, parse_offs
 from ..tensor.validation import check_is_tensor
 from .flops import product_flops
 
@@ -139,7 +139,7 @@ def grouped_gemm(
         raise ValueError("offs is missing: plain operands are cut into groups by offs")
     if not a.dim():
         check_tensor("a", a, ndim=(2,))
-    end_rows = as_offs(offs, a.shape[0], a.device)
+    end_rows = parse_offs(offs, a.shape[0], a.device)
     if isinstance(b, GroupedTensor):
         if out is None:
             return torch.ops.grouped.gemm_w4a16(a, b, end_rows, bias, alpha, transpose_b, dtype)

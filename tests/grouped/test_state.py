@@ -141,7 +141,7 @@ def test_loading_and_moving_drop_the_kept_weight():
         layer = layer_of()
         layer(x, OFFS, is_first_microbatch=True)
         change(layer)
-        with pytest.raises(RuntimeError, match="none was"):
+        with pytest.raises(RuntimeError, match="there is none"):
             layer(x, OFFS, is_first_microbatch=False)
 
 
