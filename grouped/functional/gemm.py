@@ -18,7 +18,7 @@ from ..tensor.aten_handlers import not_differentiable
 from ..tensor.dispatch import handler
 from ..tensor.dtensor_parts import is_distributed
 from ..tensor.grouped_tensor import GroupedTensor
-from ..tensor.offsets import Offsets, as_offs
+from ..tensor.offsets import Offsets, parse_offs
 from ..tensor.validation import check_is_tensor
 from .flops import product_flops
 
@@ -139,7 +139,7 @@ def grouped_gemm(
         raise ValueError("offs is missing: plain operands are cut into groups by offs")
     if not a.dim():
         check_tensor("a", a, ndim=(2,))
-    end_rows = as_offs(offs, a.shape[0], a.device)
+    end_rows = parse_offs(offs, a.shape[0], a.device)
     if isinstance(b, GroupedTensor):
         if out is None:
             return torch.ops.grouped.gemm_w4a16(a, b, end_rows, bias, alpha, transpose_b, dtype)
@@ -303,8 +303,8 @@ def _multiply_quantized(
     _check_same_offs(a.offs, b.offs)
     a_codes, a_scales = _operand(a, "a", "columnwise")
     b_codes, b_scales = _operand(b, "b", "columnwise")
-    operands = (a_codes, b_codes, a.offs, alpha, dtype, a_scales, b_scales)
-    return _call("k_grouped_gemm", (*operands, *formats, accumulation), out, accumulate)
+    ragged_operands = (a_codes, b_codes, a.offs, alpha, dtype, a_scales, b_scales)
+    return _call("k_grouped_gemm", (*ragged_operands, *formats, accumulation), out, accumulate)
 
 
 def _check_uniform(b: GroupedTensor, kinds: str) -> None:

@@ -19,7 +19,7 @@ from ..functional.experts import (
 )
 from ..functional.linear_autograd import rows_and_end_rows
 from ..recipes import Recipe
-from ..tensor.offsets import Offsets, as_offs
+from ..tensor.offsets import Offsets, parse_offs
 from .activation import activate, resolve_activation
 from .linear import GroupedLinear, check_width
 
@@ -174,7 +174,7 @@ class GroupedMLP(nn.Module):
             return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.down.out_features)
         z = self.gate_up(x, offs, is_first_microbatch=is_first_microbatch)
         rows = z.reshape(-1, z.shape[-1])
-        end_rows = as_offs(offs, rows.shape[0], rows.device)
+        end_rows = parse_offs(offs, rows.shape[0], rows.device)
         hidden = activate(rows, self.activation.text, end_rows, self.interleaved)
         hidden = hidden.view(*z.shape[:-1], hidden.shape[1])
         return self.down(hidden, end_rows, is_first_microbatch=is_first_microbatch)
