@@ -303,8 +303,8 @@ def _multiply_quantized(
     _check_same_offs(a.offs, b.offs)
     a_codes, a_scales = _operand(a, "a", "columnwise")
     b_codes, b_scales = _operand(b, "b", "columnwise")
-    operands = (a_codes, b_codes, a.offs, alpha, dtype, a_scales, b_scales)
-    return _call("k_grouped_gemm", (*operands, *formats, accumulation), out, accumulate)
+    ragged_operands = (a_codes, b_codes, a.offs, alpha, dtype, a_scales, b_scales)
+    return _call("k_grouped_gemm", (*ragged_operands, *formats, accumulation), out, accumulate)
 
 
 def _check_uniform(b: GroupedTensor, kinds: str) -> None:

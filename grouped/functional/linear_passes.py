@@ -135,9 +135,10 @@ def _plain_forward(
     epilogue: Epilogue | None,
 ) -> tuple[list[Tensor], SavedOperands]:
     """``forward`` of recipes that quantize nothing; the weight may be quantized already."""
-    row_index = inverse = None
+    row_index: Tensor | None = None
+    inverse: Tensor | None = None
     if isinstance(x, LazyRows) and x.activation is None and probe is None and not need_dweight:
-        x, row_index, inverse = x.x, x.row_index, x.inverse
+        row_index, inverse, x = x.row_index, x.inverse, x.x
     x = materialize(x)
     low_x = to_16_bit(x)
     low_weight = multiplied_weight(weights, low_x.dtype)

@@ -120,7 +120,7 @@ class ActivationGradientOperands(NamedTuple):
 
 def quantize_activation_gradient(
     z: Tensor,
-    grad: Tensor | None,
+    grad: Tensor,
     recipes: tuple[Recipe, Recipe],
     scales: Sequence[Tensor | None],
     **options: Any,
