@@ -101,6 +101,7 @@ def _sigmoid_curve(
     value = t.mul(factor, s)
 
     def slope() -> PtxNumber:
+        """Emit f'(x)."""
         out = t.add(t.mul(value if c is factor else t.mul(c, s), t.sub(1.0, s)), s)
         return out if limit is None else t.select_above(x, limit, 0.0, out)
 
@@ -114,6 +115,7 @@ def _tanh_curve(
     core = _tanh(t, t.mul(x, t.add(t.mul(t.mul(x, x), Numbers.GELU[1]), Numbers.GELU[0])))
 
     def slope() -> PtxNumber:
+        """Emit f'(x)."""
         w = t.minimum(t.maximum(x, -Numbers.FAR), Numbers.FAR)
         rise = t.add(t.mul(t.mul(w, w), Numbers.GELU[2]), Numbers.GELU[0])
         steep = t.mul(t.mul(w, 0.5), t.mul(rise, t.sub(1.0, t.mul(core, core))))

@@ -8,10 +8,10 @@ implementations of both. All four share ``check`` and ``outputs`` and cannot dri
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -218,13 +218,19 @@ def _fast_call(cls: type[Op]) -> Callable[..., Any]:
     dispatched = getattr(torch.ops.cute_kernels, cls.name).default
     OPS_BY_OVERLOAD[dispatched] = cls
     has_offs, returns_list = cls.has_offs, cls.returns_list
+    #: Orders of arguments, by the number of positional ones and the names of the others.
+    orders: dict[tuple[Any, ...], tuple[_Order, list[Any]]] = {}
 
     def fast_call(*args: Any, **kwargs: Any) -> Any:
         """Call the op, without the dispatcher if nothing observes the call."""
         if kwargs:
             if torch.compiler.is_compiling():  # Dynamo cannot trace dataclasses.fields.
                 return dispatched(*args, **kwargs)
-            args = _positional_arguments(cls, args, kwargs)
+            call = (len(args), *kwargs)
+            if call not in orders:
+                orders[call] = _argument_order(cls, len(args), tuple(kwargs))
+            order, defaults = orders[call]
+            args = order((*args, *kwargs.values(), *defaults))
         if needs_dispatcher(args):
             return dispatched(*args)
         choice = chosen_backend()
@@ -241,32 +247,37 @@ def _fast_call(cls: type[Op]) -> Callable[..., Any]:
     return fast_call
 
 
-@functools.cache
-def _parameters(cls: type[Op]) -> tuple[dict[str, int], list[Any]]:
-    """Return the positions of an op's arguments by name, and their defaults."""
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    return {field.name: i for i, field in enumerate(fields)}, [field.default for field in fields]
+#: Returns the arguments of a call in the order of an op's fields, from args, kwargs and defaults.
+_Order: TypeAlias = "Callable[[tuple[Any, ...]], tuple[Any, ...]]"
 
 
-def _positional_arguments(
-    cls: type[Op], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Return the arguments of a call in the order of the op's fields, without trailing defaults.
+def _argument_order(cls: type[Op], count: int, names: Sequence[str]) -> tuple[_Order, list[Any]]:
+    """Return how to order the arguments of calls, without trailing defaults; and the defaults.
+
+    Args:
+        cls: The op.
+        count: Number of positional arguments.
+        names: Names of the keyword arguments.
 
     Raises:
-        TypeError: an argument is unknown, missing or given twice.
+        TypeError: An argument is unknown, missing or given twice.
     """
-    positions, defaults = _parameters(cls)
-    values = [*args, *defaults[len(args) :]]
-    count = len(args)
-    for name, value in kwargs.items():
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    positions = {field.name: i for i, field in enumerate(fields)}
+    # Indices into (*args, *kwargs.values(), *defaults).
+    indices = [*range(count), *range(count + len(names), len(fields) + len(names))]
+    last = count
+    for i, name in enumerate(names):
         position = positions.get(name, -1)
-        if position < len(args):
+        if position < count:
             reason = "an unexpected argument" if position < 0 else "two values for argument"
             raise TypeError(f"{cls.name}() got {reason} {name!r}")
-        values[position] = value
-        count = max(count, position + 1)
-    for name, position in positions.items():
-        if values[position] is dataclasses.MISSING:
-            raise TypeError(f"{cls.name}() is missing argument {name!r}")
-    return tuple(values[:count])
+        indices[position] = count + i
+        last = max(last, position + 1)
+    for field, index in zip(fields, indices, strict=False):
+        if index >= count + len(names) and field.default is dataclasses.MISSING:
+            raise TypeError(f"{cls.name}() is missing argument {field.name!r}")
+    defaults = [field.default for field in fields[count:]]
+    if last == 1:
+        return (lambda values: (values[indices[0]],)), defaults
+    return operator.itemgetter(*indices[:last]), defaults

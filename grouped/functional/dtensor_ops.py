@@ -29,7 +29,7 @@ from cute_kernels.formats import Format
 
 from ..tensor.dtensor_parts import from_local_part, local_part
 from ..tensor.grouped_tensor import GroupedTensor
-from ..tensor.offsets import as_offs
+from ..tensor.offsets import parse_offs
 
 _REPLICATE, _PARTIAL = Replicate(), Partial()
 
@@ -160,4 +160,4 @@ def _redistribute(t: Any, placements: Any, gradient_placements: Any = None) -> T
 
 def _end_rows(offs: Any, x: Tensor) -> Tensor | None:
     offs = offs.full_tensor() if isinstance(offs, DTensor) else offs
-    return None if offs is None else as_offs(offs, len(x), x.device)
+    return None if offs is None else parse_offs(offs, len(x), x.device)

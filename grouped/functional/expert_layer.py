@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,16 +49,9 @@ class ExpertsOptions(NamedTuple):
     defer_routing_weights: bool = False
 
 
-class ReplayKey(NamedTuple):
-    """Everything of layers that their forward pass depends on.
-
-    Attributes:
-        key: Options that decide how the layers multiply.
-        tensors: All tensors that the layers read, and Nones.
-    """
-
-    key: Hashable
-    tensors: list[Tensor | None]
+#: Everything of layers that their forward pass depends on: the options that decide how they
+#: multiply, and all tensors that they read, and Nones.
+ReplayKey: TypeAlias = "tuple[Hashable, list[Tensor | None]]"
 
 
 class Layer(NamedTuple):
@@ -243,7 +236,7 @@ class Layer(NamedTuple):
             rowwise, columnwise, amax = self.quantized
             key += (rowwise is not None, columnwise is not None)
             tensors += (*(rowwise or ()), *(columnwise or ()), amax)
-        return ReplayKey(tuple(key), tensors)
+        return tuple(key), tensors
 
 
 #: Fields of ``Layer`` that its ``replay_key`` does not contain, and why.

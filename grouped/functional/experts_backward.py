@@ -188,8 +188,10 @@ class SavedTensors:
             z=z,
             routing=routing,
             down_bias=bias,
-            gate_up=SavedLayer(*gate_up_scales, operands=SavedOperands.unflatten(lists[3])),
-            down=SavedLayer(*down_scales, operands=SavedOperands.unflatten(lists[4])),
+            gate_up=SavedLayer(
+                gate_up_scales[0], gate_up_scales[1], SavedOperands.unflatten(lists[3])
+            ),
+            down=SavedLayer(down_scales[0], down_scales[1], SavedOperands.unflatten(lists[4])),
             recompute=recompute,
         )
 
@@ -349,23 +351,24 @@ class _BackwardPass:
             grad = z.new_zeros(z.shape[0], z.shape[1] // 2 if is_gated_activation else z.shape[1])
         if grad is None:
             return
-        options = {
-            "activation": self.options.activation,
-            "offs": self.offs,
-            "interleaved": self.options.interleaved,
-            "weight": self.saved.p,
-            "pair": self.saved.routing.pair,
-        }
+        activation, interleaved = self.options.activation, self.options.interleaved
+        p, pair = self.saved.p, self.saved.routing.pair
         if self._quantizes_in_one_op(gradients):
             self.dz, self.weighted_activation, self.dp = quantize_activation_gradient(
                 z,
                 grad,
                 (self.gate_up.recipe, self.down.recipe),
                 (self.saved.gate_up.grad_scale, self.saved.down.input_scale),
-                **options,
+                activation=activation,
+                offs=self.offs,
+                interleaved=interleaved,
+                weight=p,
+                pair=pair,
             )
             return
-        outputs = ops.moe_activate_gradient(z, grad, **options)
+        outputs = ops.moe_activate_gradient(
+            z, grad, activation, self.offs, interleaved, weight=p, pair=pair
+        )
         self.dz = outputs[0]
         if self.is_gathered:
             self.weighted_activation, self.dp = outputs[1:]
@@ -446,8 +449,9 @@ class _BackwardPass:
                 self.gate_up_call, self._rows(self.saved.x), self.offs, saved.input_scale
             )
             wgrad = wgrad._replace(x=x, row_index=index, inverse=inverse)
-        if dx is not None and self.is_gathered:
-            dx = ops.moe_combine(dx, self.saved.routing.row, None, self.dtype)
+        row = self.saved.routing.row
+        if dx is not None and row is not None:
+            dx = ops.moe_combine(dx, row, out_dtype=self.dtype)
         dweights, dbias = layer.finish(
             self.gate_up_call, wgrad, gradients.dbias, needs.gate_up_weights
         )

@@ -101,10 +101,10 @@ def run_quantized_inference(
     ):
         layers_key = _layers_key(layers())
         assert layers_key is not None  # The layers have no observers.
-        cached = (recipe, gate_up._layout, down._layout, layers_key.key)
+        cached = (recipe, gate_up._layout, down._layout, layers_key[0])
         cache["_layers_key"] = cached
     tensors = [None, gate_up, *gate_up._inner().values(), None, down, *down._inner().values()]
-    return _replay_inference(key, inputs, ReplayKey(cached[3], tensors), lambda: run(layers()))
+    return _replay_inference(key, inputs, (cached[3], tensors), lambda: run(layers()))
 
 
 def _replay_inference(
@@ -114,21 +114,20 @@ def _replay_inference(
     run: Callable[[], Tensor],
 ) -> Tensor:
     (y,), _ = replayed(
-        (key, layers_key.key),
-        [*inputs, *layers_key.tensors],
+        (key, layers_key[0]),
+        [*inputs, *layers_key[1]],
         lambda _: ([run()], None),
         REPLAYED_TENSOR_TYPES,
     )
     return y
 
 
-def _layers_key(layers: Sequence[Layer]) -> ReplayKey | None:
+def _layers_key(layers: tuple[Layer, Layer]) -> ReplayKey | None:
     """Return the replay key of both layers; None if one of them cannot be replayed."""
-    keys = [layer.replay_key() for layer in layers]
-    if any(key is None for key in keys):
+    gate_up, down = layers[0].replay_key(), layers[1].replay_key()
+    if gate_up is None or down is None:
         return None
-    key, tensors = zip(*keys, strict=True)  # type: ignore[arg-type]
-    return ReplayKey(key, [t for layer_tensors in tensors for t in layer_tensors])
+    return (gate_up[0], down[0]), gate_up[1] + down[1]
 
 
 def run_forward(
@@ -161,8 +160,8 @@ def run_forward(
         return [y, z, *saved, *down.flatten()], len(saved)
 
     (y, z, *saved), count = replayed(
-        ("experts", layers_key.key, options, needs, keeps_z),
-        [x, p, *routing, *layers_key.tensors],
+        ("experts", layers_key[0], options, needs, keeps_z),
+        [x, p, *routing, *layers_key[1]],
         run,
         REPLAYED_TENSOR_TYPES,
     )

@@ -18,7 +18,7 @@ from ..tensor.aten_handlers import not_differentiable
 from ..tensor.dispatch import handler
 from ..tensor.dtensor_parts import is_distributed
 from ..tensor.grouped_tensor import GroupedTensor
-from ..tensor.offsets import Offsets, as_offs
+from ..tensor.offsets import Offsets, parse_offs
 from ..tensor.validation import check_is_tensor
 from .flops import product_flops
 
@@ -104,8 +104,7 @@ def grouped_gemm(
         if offs is not None:
             raise ValueError("offs is given, but the operands carry their own")
         if out is None and not needs_dispatcher((a, b, bias, alpha), _DIRECT):
-            name, arguments = _quantized_call(a, b, bias, alpha, transpose_b, dtype, accumulation)
-            return _call(name, arguments)
+            return _multiply_quantized(a, b, bias, alpha, transpose_b, dtype, accumulation)
         pair = (a, b, bias, alpha, transpose_b)
         if out is None:
             return torch.ops.grouped.gemm(*pair, dtype, accumulation)
@@ -140,27 +139,30 @@ def grouped_gemm(
         raise ValueError("offs is missing: plain operands are cut into groups by offs")
     if not a.dim():
         check_tensor("a", a, ndim=(2,))
-    end_rows = as_offs(offs, a.shape[0], a.device)
+    end_rows = parse_offs(offs, a.shape[0], a.device)
     if isinstance(b, GroupedTensor):
         if out is None:
             return torch.ops.grouped.gemm_w4a16(a, b, end_rows, bias, alpha, transpose_b, dtype)
         torch.ops.grouped.gemm_w4a16_out(a, b, end_rows, bias, alpha, transpose_b, accumulate, out)
         return out
-    arguments = {"a": a, "b": b, "offs": end_rows, "alpha": alpha, "out_dtype": dtype}
     if b.dim() == 2:
         _refuse_fprop_options(bias, transpose_b)
-        return _call("k_grouped_gemm", arguments, out, accumulate)
-    arguments |= {"bias": bias, "transpose_b": transpose_b}
-    return _call("m_grouped_gemm", arguments, out, accumulate)
+        return _call("k_grouped_gemm", (a, b, end_rows, alpha, dtype), out, accumulate)
+    operands = (a, b, end_rows, bias, alpha, transpose_b, dtype)
+    return _call("m_grouped_gemm", operands, out, accumulate)
 
 
 def _call(
-    name: str, arguments: dict[str, Any], out: Tensor | None = None, accumulate: bool = False
+    name: str,
+    operands: tuple[object, ...],
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    **options: Any,
 ) -> Tensor:
     """Call an op by name, or its ``_out`` form if ``out`` is given."""
     if out is None:
-        return getattr(ops, name)(**arguments)
-    getattr(_ops, f"{name}_out")(**arguments, out=out, accumulate=accumulate)
+        return getattr(ops, name)(*operands, **options)
+    getattr(_ops, f"{name}_out")(*operands, **options, out=out, accumulate=accumulate)
     return out
 
 
@@ -210,7 +212,7 @@ register_autograd("gemm_w4a16", _w4a16_gradients, _save_w4a16, _LIBRARY)
 
 @handler(torch.ops.grouped.gemm.default)
 def _gemm(func: Any, *arguments: Any) -> Tensor:
-    return _call(*_quantized_call(*arguments))
+    return _multiply_quantized(*arguments)
 
 
 @handler(torch.ops.grouped.gemm_out.default)
@@ -225,8 +227,8 @@ def _gemm_out(
     out: Tensor,
     accumulation: str | None = None,
 ) -> None:
-    name, arguments = _quantized_call(a, b, bias, alpha, transpose_b, out.dtype, accumulation)
-    _call(name, arguments, out, accumulate)
+    options = (accumulation, out, accumulate)
+    _multiply_quantized(a, b, bias, alpha, transpose_b, out.dtype, *options)
 
 
 @handler(torch.ops.grouped.gemm_w4a16.default)
@@ -240,8 +242,9 @@ def _gemm_w4a16(
     transpose_b: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    arguments = w4a16_arguments(a, b, offs, transpose_b)
-    return _call("m_grouped_gemm", {**arguments, "bias": bias, "alpha": alpha, "out_dtype": dtype})
+    codes, scales, b_format = w4a16_operand(a, b, transpose_b)
+    operands = (a, codes, offs, bias, alpha, transpose_b, dtype)
+    return _call("m_grouped_gemm", operands, b_scales=scales, b_format=b_format)
 
 
 @handler(torch.ops.grouped.gemm_w4a16_out.default)
@@ -256,9 +259,9 @@ def _gemm_w4a16_out(
     accumulate: bool,
     out: Tensor,
 ) -> None:
-    arguments = w4a16_arguments(a, b, offs, transpose_b)
-    arguments |= {"bias": bias, "alpha": alpha, "out_dtype": out.dtype}
-    _call("m_grouped_gemm", arguments, out, accumulate)
+    codes, scales, b_format = w4a16_operand(a, b, transpose_b)
+    operands = (a, codes, offs, bias, alpha, transpose_b, out.dtype)
+    _call("m_grouped_gemm", operands, out, accumulate, b_scales=scales, b_format=b_format)
 
 
 def _refuse_fprop_options(bias: Tensor | None, transpose_b: bool) -> None:
@@ -269,7 +272,7 @@ def _refuse_fprop_options(bias: Tensor | None, transpose_b: bool) -> None:
         raise ValueError("transpose_b has no meaning for a ragged x ragged product")
 
 
-def _quantized_call(
+def _multiply_quantized(
     a: GroupedTensor,
     b: GroupedTensor,
     bias: Tensor | None,
@@ -277,40 +280,31 @@ def _quantized_call(
     transpose_b: bool,
     dtype: torch.dtype,
     accumulation: str | None = None,
-) -> tuple[str, dict[str, Any]]:
-    """Return the op that multiplies two quantized operands, and its arguments by name."""
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """Multiply two quantized operands; the arguments are those of ``grouped_gemm``."""
     if a.offs is None:
         raise ValueError(f"a must be ragged (made with offs), got {a!r}")
+    formats = (a.format.text, b.format.text)
     if b.offs is None:
         _check_uniform(b, "ragged or uniform")
         b_codes, b_scales = _weights(a, b, transpose_b)
         a_codes, a_scales = _operand(a, "a", "rowwise")
-        name = "m_grouped_gemm"
-        options = {"bias": bias, "transpose_b": transpose_b, "prepacked": b.prepacked}
-    else:
-        _refuse_fprop_options(bias, transpose_b)
-        if a.num_groups != b.num_groups or a.shape[0] != b.shape[0]:
-            raise ValueError(
-                f"a and b must have equal groups: {a.num_groups} groups in {a.shape[0]} rows and "
-                f"{b.num_groups} groups in {b.shape[0]} rows"
-            )
-        _check_same_offs(a.offs, b.offs)
-        a_codes, a_scales = _operand(a, "a", "columnwise")
-        b_codes, b_scales = _operand(b, "b", "columnwise")
-        name, options = "k_grouped_gemm", {}
-    return name, {
-        "a": a_codes,
-        "b": b_codes,
-        "offs": a.offs,
-        "alpha": alpha,
-        "out_dtype": dtype,
-        "a_scales": a_scales,
-        "b_scales": b_scales,
-        "a_format": a.format.text,
-        "b_format": b.format.text,
-        "accumulation": accumulation,
-        **options,
-    }
+        operands = (a_codes, b_codes, a.offs, bias, alpha, transpose_b, dtype, a_scales, b_scales)
+        options = (b.prepacked, accumulation)
+        return _call("m_grouped_gemm", (*operands, *formats, *options), out, accumulate)
+    _refuse_fprop_options(bias, transpose_b)
+    if a.num_groups != b.num_groups or a.shape[0] != b.shape[0]:
+        raise ValueError(
+            f"a and b must have equal groups: {a.num_groups} groups in {a.shape[0]} rows and "
+            f"{b.num_groups} groups in {b.shape[0]} rows"
+        )
+    _check_same_offs(a.offs, b.offs)
+    a_codes, a_scales = _operand(a, "a", "columnwise")
+    b_codes, b_scales = _operand(b, "b", "columnwise")
+    ragged_operands = (a_codes, b_codes, a.offs, alpha, dtype, a_scales, b_scales)
+    return _call("k_grouped_gemm", (*ragged_operands, *formats, accumulation), out, accumulate)
 
 
 def _check_uniform(b: GroupedTensor, kinds: str) -> None:
@@ -329,8 +323,10 @@ def _check_same_offs(a: Tensor, b: Tensor) -> None:
         )
 
 
-def w4a16_arguments(a: Tensor, b: GroupedTensor, offs: Tensor, transpose_b: bool) -> dict[str, Any]:
-    """Return the operands of ``m_grouped_gemm`` for plain activations and quantized weights."""
+def w4a16_operand(
+    a: Tensor, b: GroupedTensor, transpose_b: bool
+) -> tuple[Tensor, list[Tensor], str]:
+    """Return codes, scales and format of quantized weights that multiply plain activations."""
     if b.offs is not None:
         raise ValueError(f"b must be uniform beside a plain a, got {b!r}")
     _check_uniform(b, "uniform")
@@ -339,14 +335,7 @@ def w4a16_arguments(a: Tensor, b: GroupedTensor, offs: Tensor, transpose_b: bool
     if b.prepacked or (level is not None and level.per == "row"):
         require("grouped_gemm_w4a16", b.format, "reference", prepacked=b.prepacked)
     codes, scales = _weights(a, b, transpose_b)
-    return {
-        "a": a,
-        "b": codes,
-        "offs": offs,
-        "transpose_b": transpose_b,
-        "b_scales": scales,
-        "b_format": b.format.text,
-    }
+    return codes, scales, b.format.text
 
 
 def _weights(a: Tensor, b: GroupedTensor, transpose_b: bool) -> tuple[Tensor, list[Tensor]]:

@@ -16,7 +16,7 @@ from ..recipes import ROLES, CallRecipe, Recipe, check_recipe
 from ..tensor.dispatch import handler
 from ..tensor.dtensor_parts import is_distributed
 from ..tensor.grouped_tensor import GroupedTensor
-from ..tensor.offsets import Offsets, as_offs
+from ..tensor.offsets import Offsets, parse_offs
 from ..tensor.validation import check_is_tensor
 from .flops import product_flops
 from .linear_call import DelayedScales, LinearCall, WeightGradientAccumulator, join_weights
@@ -132,7 +132,7 @@ def flatten_rows(x: Tensor, depth: int) -> Tensor:
 def rows_and_end_rows(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Tensor, Tensor]:
     """Return ``x`` as rows (T, depth) of the dtype of the computation, and ``offs`` as a tensor."""
     rows = flatten_rows(x, depth)
-    end_rows = as_offs(offs, rows.shape[0], x.device)
+    end_rows = parse_offs(offs, rows.shape[0], x.device)
     differs = end_rows.shape[0] != groups
     if torch.compiler.is_compiling():
         # Slow to import, but imported by now.

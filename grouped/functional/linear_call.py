@@ -94,17 +94,11 @@ class LinearCall(NamedTuple):
         prepacked, weight_format = False, recipe.texts[1]
         if isinstance(weight, GroupedTensor):
             prepacked, weight_format = weight.prepacked, weight.format.text
-        return cls(
-            recipe,
-            prepacked,
-            weight_format,
-            dtype=x.dtype,
-            weight_dtype=weight.dtype,
-            bias_dtype=None if bias is None else bias.dtype,
-            discrete=weight.dim() == 2,
-            probe=probe,
-            may_be_zero=() if scaling is None else tuple(scaling.may_be_zero),
-        )
+        bias_dtype = None if bias is None else bias.dtype
+        may_be_zero = () if scaling is None else tuple(scaling.may_be_zero)
+        dtypes = (x.dtype, weight.dtype, bias_dtype)
+        discrete = weight.dim() == 2
+        return cls(recipe, prepacked, weight_format, *dtypes, discrete, probe, may_be_zero)
 
     def operand_scale(self, role: str, scale: Tensor | None) -> OperandScale | None:
         """Return the scales of a role's operand; None if ``scale`` is None."""

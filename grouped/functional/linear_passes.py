@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,19 +14,17 @@ from torch import Tensor
 from cute_kernels import ops
 from cute_kernels.formats import Format
 
-from ..recipes import ROLES, Recipe
+from ..recipes import Recipe
 from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.members import QuantizedCopy
-from ..tensor.seeds import draw_seed
-from .gemm import w4a16_arguments
 from .linear_call import LinearCall, join_weights
 from .operands import (
+    NOTHING_SAVED,
     Epilogue,
     Gradients,
     LazyRows,
     OperandCopy,
     OperandProbe,
-    OperandScale,
     QuantizedOperand,
     QuantizedRows,
     SavedOperands,
@@ -34,282 +32,26 @@ from .operands import (
     WgradOperands,
     materialize,
 )
+from .products import (
+    QuantizedProduct,
+    multiplied_weight,
+    plain_product,
+    quantize_activation_gradient,
+    quantize_operand,
+    quantize_weight,
+    role_format,
+    to_16_bit,
+)
 
-# ---- quantization
-
-
-def quantize_weight(
-    weight: Tensor, recipe: Recipe, columnwise: bool, scaling: Scaling | None = None
-) -> QuantizedOperand:
-    """Quantize weights (G, N, K) rowwise, and columnwise on request."""
-    return _quantize(
-        weight.detach(),
-        None,
-        _role_format(recipe, "weight"),
-        rowwise=True,
-        columnwise=columnwise,
-        scale=None if scaling is None else scaling.operand_scale("weight"),
-    )
-
-
-def _role_format(recipe: Recipe, role: str) -> Format:
-    fmt = recipe.formats[ROLES.index(role)]
-    if fmt is None:
-        raise ValueError(f"recipe has no format for {role}: {recipe}")
-    return fmt
-
-
-def _quantize(
-    x: Tensor | LazyRows,
-    offs: Tensor | None,
-    fmt: Format,
-    *,
-    rowwise: bool,
-    columnwise: bool,
-    scale: OperandScale | None,
-) -> QuantizedOperand:
-    """Quantize rows; lazy ones are computed by the quantizer if it can."""
-    activation = index = inverse = scale_values = None
-    if scale is not None:
-        scale_values = scale.value
-        if scale.may_be_zero:
-            x = materialize(x)
-            scale_values = scale.resolve(x, offs, fmt)
-    if isinstance(x, LazyRows):
-        x, _, index, inverse, activation, _ = x.for_quantizer(fmt)
-    buffers = ops.grouped_quantize(
-        x,
-        fmt.text,
-        offs,
-        rowwise=rowwise,
-        columnwise=columnwise,
-        scale=scale_values,
-        seed=draw_seed(fmt, x.device),
-        activation=activation,
-        rows=index,
-        inverse=inverse,
-    )
-    return _operand_from_buffers(fmt, iter(buffers), rowwise, columnwise)
-
-
-def _operand_from_buffers(
-    fmt: Format, buffers: Iterator[Tensor], rowwise: bool, columnwise: bool
-) -> QuantizedOperand:
-    """Take the outputs of ``grouped_quantize`` for the requested directions from ``buffers``."""
-    names = [*fmt.buffer_names(False)] if rowwise else []
-    if columnwise:
-        names += fmt.buffer_names(True)
-    named = {name: next(buffers) for name in dict.fromkeys(names)}
-
-    def copy(columnwise: bool) -> OperandCopy:
-        return OperandCopy.from_tensors(
-            fmt, *(named[name] for name in fmt.operand_names(columnwise))
-        )
-
-    return QuantizedOperand(
-        rowwise=copy(False) if rowwise else None,
-        columnwise=copy(True) if columnwise else None,
-        amax=named["amax"] if fmt.has_given_scale else None,
-    )
-
-
-class ActivationGradientOperands(NamedTuple):
-    """Quantized gradient of an activation, and its weighted result.
-
-    Attributes:
-        dz: Gradient of the activation's input, in both directions.
-        weighted_activation: P * a, columnwise.
-        dp: (T, k) fp32 gradient of the routing weights.
-    """
-
-    dz: QuantizedOperand
-    weighted_activation: QuantizedOperand
-    dp: Tensor
-
-
-def quantize_activation_gradient(
-    z: Tensor,
-    grad: Tensor | None,
-    recipes: tuple[Recipe, Recipe],
-    scales: Sequence[Tensor | None],
-    **options: Any,
-) -> ActivationGradientOperands:
-    """Compute and quantize dz and p * a in one op.
-
-    Args:
-        z: (R, W) input of the activation.
-        grad: (R, N) gradient of its result, without the routing weights.
-        recipes: Recipes of the two products: dz has the first one's gradient format, p * a the
-            second one's input format.
-        scales: (G,) fp32 of dz and of p * a, for formats that have given scales.
-        **options: Other arguments of ``moe_quantize_gradient``.
-    """
-    dz_format = _role_format(recipes[0], "grad_output")
-    activation_format = _role_format(recipes[1], "input")
-    *outputs, dp = ops.moe_quantize_gradient(
-        z,
-        grad,
-        dz_format.text,
-        activation_format.text,
-        scale=scales[0],
-        scaled_scale=scales[1],
-        **options,
-    )
-    buffers = iter(outputs)
-    dz = _operand_from_buffers(dz_format, buffers, rowwise=True, columnwise=True)
-    weighted = _operand_from_buffers(activation_format, buffers, rowwise=False, columnwise=True)
-    return ActivationGradientOperands(dz, weighted, dp)
-
-
-# ---- products
-
-
-class _QuantizedProduct(NamedTuple):
-    """A product whose rows are quantized first: fprop of the input, or dgrad of the gradient.
-
-    Attributes:
-        role: Role of the rows, ``"input"`` or ``"grad_output"``.
-        x: (T, K) rows, or rows that are quantized already.
-        weight: Copy of the weight whose blocks run along K.
-        offs: (G,) int32 end rows.
-        fmt: Format of the rows.
-        call: Metadata of the call.
-        bias: (G, N), added in fp32.
-        transpose: The product is dgrad.
-        columnwise: Also make the columnwise copy of the rows.
-        scale: Scales of the rows, if their format has given scales.
-        epilogue: Activation of the result.
-    """
-
-    role: str
-    x: Tensor | LazyRows | QuantizedRows
-    weight: OperandCopy
-    offs: Tensor
-    fmt: Format
-    call: LinearCall
-    bias: Tensor | None = None
-    transpose: bool = False
-    columnwise: bool = False
-    scale: OperandScale | None = None
-    epilogue: Epilogue | None = None
-
-    def run(self) -> tuple[list[Tensor], QuantizedOperand]:
-        """Return the outputs of the product, and the columnwise copy of the rows on request."""
-        if isinstance(self.x, QuantizedRows):
-            quantized = QuantizedOperand(self.x.copy)
-            return self._multiply(quantized), quantized
-        if not self.columnwise and self.scale is None and self.call.probe is None:
-            return self._quantize_and_multiply(self.x), QuantizedOperand()
-        x = self.x if self.call.probe is None else materialize(self.x)
-        quantized = _quantize(
-            x,
-            self.offs,
-            self.fmt,
-            rowwise=True,
-            columnwise=self.columnwise,
-            scale=self.scale,
-        )
-        if self.call.probe is not None:
-            fmt = getattr(self.call.recipe, self.role)
-            self.call.probe.observe(self.role, materialize(x), quantized, fmt, self.offs)
-        return self._multiply(quantized), quantized
-
-    def _multiply(self, quantized: QuantizedOperand) -> list[Tensor]:
-        x = cast("OperandCopy", quantized.rowwise)
-        return _call_gemm(
-            "m_grouped_gemm",
-            x.codes,
-            self.weight.codes,
-            self.offs,
-            epilogue=self.epilogue,
-            bias=self.bias,
-            transpose_b=self.transpose,
-            out_dtype=self.call.dtype,
-            a_scales=x.scales,
-            b_scales=self.weight.scales,
-            a_format=self.fmt.text,
-            b_format=self.call.weight_format,
-            prepacked=self.call.prepacked,
-        )
-
-    def _quantize_and_multiply(self, x: Tensor | LazyRows) -> list[Tensor]:
-        """Quantize and multiply in one op, which keeps no copy of the rows."""
-        rows = x.for_quantizer(self.fmt) if isinstance(x, LazyRows) else LazyRows(x, self.offs)
-        return _call_gemm(
-            "m_grouped_quantize_gemm",
-            rows.x,
-            self.weight.codes,
-            self.offs,
-            epilogue=self.epilogue,
-            b_scales=self.weight.scales,
-            a_format=self.fmt.text,
-            b_format=self.call.weight_format,
-            bias=self.bias,
-            transpose_b=self.transpose,
-            out_dtype=self.call.dtype,
-            prepacked=self.call.prepacked,
-            seed=draw_seed(self.fmt, rows.x.device),
-            activation=rows.activation,
-            rows=rows.row_index,
-            inverse=rows.inverse,
-        )
-
-
-def _call_gemm(
-    name: str, *operands: Tensor, epilogue: Epilogue | None, **options: Any
-) -> list[Tensor]:
-    """Call a GEMM op, or its ``_activate`` form if there is an epilogue; return its outputs."""
-    if epilogue is None:
-        return [getattr(ops, name)(*operands, **options)]
-    activation, interleaved, keeps_z, quantize_to = epilogue
-    return getattr(ops, f"{name}_activate")(
-        *operands,
-        **options,
-        epilogue=activation,
-        interleaved=interleaved,
-        keeps_z=keeps_z,
-        quantize_to=quantize_to,
-    )
-
-
-def _plain_product(
-    x: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    *,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    transpose: bool = False,
-    index: Tensor | None = None,
-    inverse: Tensor | None = None,
-    epilogue: Epilogue | None = None,
-) -> list[Tensor]:
-    """Multiply plain rows by plain or quantized weights."""
-    if isinstance(weight, GroupedTensor):
-        arguments = w4a16_arguments(x, weight, offs, transpose)
-    else:
-        arguments = {"a": x, "b": weight, "offs": offs, "transpose_b": transpose}
-    return _call_gemm(
-        "m_grouped_gemm",
-        epilogue=epilogue,
-        **arguments,
-        bias=bias,
-        out_dtype=out_dtype,
-        rows=index,
-        inverse=inverse,
-    )
-
-
-def to_16_bit(x: Tensor) -> Tensor:
-    """Return ``x`` in the data type in which plain operands are multiplied: bf16, or fp16."""
-    return x if x.dtype in (torch.bfloat16, torch.float16) else x.to(torch.bfloat16)
-
-
-def _multiplied_weight(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the weight that multiplies operands of ``dtype``: cast, or quantized as it is."""
-    if isinstance(parameters[0], GroupedTensor):
-        return parameters[0]
-    return join_weights([w.to(dtype) for w in parameters])
+__all__ = [
+    "WgradInput",
+    "backward",
+    "forward",
+    "quantize_activation_gradient",
+    "quantize_weight",
+    "to_16_bit",
+    "wgrad_input",
+]
 
 
 # ---- forward
@@ -360,21 +102,22 @@ def forward(
         quantized = quantize_weight(join_weights(weights), recipe, need_dx, scaling)
     if probe is not None:
         _observe_weight(probe, weights, quantized, recipe.weight)
-    y, quantized_x = _QuantizedProduct(
+    product = QuantizedProduct(
         "input",
         x,
         cast("OperandCopy", quantized.rowwise),
         offs,
-        _role_format(recipe, "input"),
+        role_format(recipe, "input"),
         LinearCall.from_operands(x, weight, bias, recipe, probe, scaling),
-        bias=bias,
+        bias,
         columnwise=need_dweight,
         scale=None if scaling is None else scaling.operand_scale("input"),
         epilogue=epilogue,
-    ).run()
-    saved = SavedOperands(
-        x=quantized_x.columnwise, weight=quantized.columnwise if need_dx else None
     )
+    y, quantized_x = product.run()
+    if not need_dx and not need_dweight and scaling is None:
+        return y, NOTHING_SAVED
+    saved = SavedOperands(quantized_x.columnwise, quantized.columnwise if need_dx else None)
     if scaling is not None:
         saved = saved._replace(amax_x=quantized_x.amax, amax_weight=quantized.amax)
     return y, saved
@@ -392,19 +135,20 @@ def _plain_forward(
     epilogue: Epilogue | None,
 ) -> tuple[list[Tensor], SavedOperands]:
     """``forward`` of recipes that quantize nothing; the weight may be quantized already."""
-    index = inverse = None
+    row_index: Tensor | None = None
+    inverse: Tensor | None = None
     if isinstance(x, LazyRows) and x.activation is None and probe is None and not need_dweight:
-        x, index, inverse = x.x, x.row_index, x.inverse
+        row_index, inverse, x = x.row_index, x.inverse, x.x
     x = materialize(x)
     low_x = to_16_bit(x)
-    low_weight = _multiplied_weight(weights, low_x.dtype)
-    y = _plain_product(
+    low_weight = multiplied_weight(weights, low_x.dtype)
+    y = plain_product(
         low_x,
         low_weight,
         offs,
         out_dtype=x.dtype,
         bias=bias,
-        index=index,
+        row_index=row_index,
         inverse=inverse,
         epilogue=epilogue,
     )
@@ -413,14 +157,14 @@ def _plain_forward(
         _observe_weight(probe, weights, QuantizedOperand(OperandCopy(low_weight)), None)
     del low_weight
     if not need_dx:
-        return y, SavedOperands(x=OperandCopy(low_x) if need_dweight else None)
+        return y, SavedOperands(OperandCopy(low_x)) if need_dweight else NOTHING_SAVED
     # dgrad casts and joins the parameters again: to save them costs no memory, a copy does.
     parameters = list(weights)
     weight = weights[0]
     if isinstance(weight, GroupedTensor):
         # Autograd then notices a write to a plain tensor of the weight through another wrapper.
         parameters += [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
-    return y, SavedOperands(x=OperandCopy(low_x) if need_dweight else None, parameters=parameters)
+    return y, SavedOperands(OperandCopy(low_x) if need_dweight else None, None, parameters)
 
 
 def _observe_weight(
@@ -512,10 +256,10 @@ def wgrad_input(
         return WgradInput(OperandCopy(to_16_bit(materialize(x))))
     if call.probe is not None:
         x = materialize(x)
-    quantized = _quantize(
+    quantized = quantize_operand(
         x,
         offs,
-        _role_format(call.recipe, "input"),
+        role_format(call.recipe, "input"),
         rowwise=False,
         columnwise=True,
         scale=call.operand_scale("input", scale),
@@ -591,8 +335,8 @@ def _plain_gradients(
     low_dy = dy.to(torch.float16 if call.dtype == torch.float16 else torch.bfloat16)
     dx = None
     if needs[0] and parameters:
-        weight = _multiplied_weight(parameters, low_dy.dtype)
-        (dx,) = _plain_product(low_dy, weight, offs, out_dtype=call.dtype, transpose=True)
+        weight = multiplied_weight(parameters, low_dy.dtype)
+        (dx,) = plain_product(low_dy, weight, offs, out_dtype=call.dtype, transpose=True)
     if call.probe is not None:
         call.probe.observe("grad_output", dy, QuantizedOperand(OperandCopy(low_dy)), None, offs)
     return dx, OperandCopy(low_dy) if needs[1] else None
@@ -608,10 +352,10 @@ def _quantized_gradients(
 ) -> tuple[Tensor | None, QuantizedOperand]:
     """Return the gradient of x, and quantized ``dy``, whose columnwise copy wgrad reads."""
     need_dx, need_dweight = needs[:2]
-    fmt = _role_format(call.recipe, "grad_output")
+    fmt = role_format(call.recipe, "grad_output")
     dy_scale = call.operand_scale("grad_output", scale)
     if need_dx and weight is not None:
-        (dx,), quantized = _QuantizedProduct(
+        (dx,), quantized = QuantizedProduct(
             "grad_output",
             dy,
             weight,
@@ -625,7 +369,7 @@ def _quantized_gradients(
         return dx, quantized
     if not need_dweight:
         return None, QuantizedOperand()
-    quantized = _quantize(dy, offs, fmt, rowwise=False, columnwise=True, scale=dy_scale)
+    quantized = quantize_operand(dy, offs, fmt, rowwise=False, columnwise=True, scale=dy_scale)
     if call.probe is not None:
         call.probe.observe("grad_output", materialize(dy), quantized, call.recipe.grad_output, offs)
     return None, quantized

@@ -217,6 +217,8 @@ class SavedOperands(NamedTuple):
         return cls(x, weight, parameters, amax_x, amax_weight)  # type: ignore[arg-type]
 
 
+#: The record of a call that saves nothing.
+NOTHING_SAVED = SavedOperands()
 _NO_COPY = (None, None, None)
 
 

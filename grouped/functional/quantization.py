@@ -17,9 +17,9 @@ from cute_kernels.records import check_kind
 from ..tensor.dispatch import handler
 from ..tensor.dtensor_parts import is_distributed
 from ..tensor.grouped_tensor import GroupedTensor, assemble
-from ..tensor.offsets import Offsets, as_offs
+from ..tensor.offsets import Offsets, parse_offs
 from ..tensor.seeds import seed_tensor
-from ..tensor.shapes import MemberShapes, Shapes, as_shapes, flat_shapes
+from ..tensor.shapes import MemberShapes, Shapes, flat_shapes, parse_shapes
 from ..tensor.validation import check_format, check_is_tensor
 from ..tracing import constant_call
 
@@ -188,8 +188,8 @@ def quantize(
     # Formats that no backend runs. The op checks whether this backend runs it.
     require("grouped_quantize", fmt, "reference", columnwise=columnwise)
     _check_grouping(x, offs, shapes, text, grad, dbias)
-    members = None if shapes is None else as_shapes(shapes)
-    end_rows = None if offs is None else as_offs(offs, x.shape[0], x.device)
+    members = None if shapes is None else parse_shapes(shapes)
+    end_rows = None if offs is None else parse_offs(offs, x.shape[0], x.device)
     if end_rows is offs and end_rows is not None and out is None:
         # The result owns its end rows: ``out=`` writes them, and the caller may reuse its buffer.
         end_rows = end_rows.clone()

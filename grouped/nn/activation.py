@@ -1,4 +1,4 @@
-"""The activation of experts, which keeps its input for the backward pass and nothing else."""
+"""The activation of experts. It saves its input for the backward pass and nothing else."""
 
 from typing import Any
 
@@ -11,35 +11,47 @@ from cute_kernels.formats.activations import Activation, parse_activation
 from cute_kernels.records import check_kind
 
 
-def as_activation(activation: object, interleaved: bool) -> Activation:
-    """The record of an activation, from its name or itself.
+def resolve_activation(activation: object, interleaved: bool) -> Activation:
+    """Return the ``Activation`` record for a name or a record.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: there is none of this name, or ``interleaved`` is of none without a gate.
+        TypeError: ``activation`` is neither a name nor a record.
+        ValueError: There is no activation of this name, or ``interleaved`` is True for one without
+            a gate.
     """
     if not isinstance(activation, (str, Activation)):
         raise TypeError(
-            f"activation must be a name such as 'swiglu' or a grouped.Activation, got {activation!r}"
+            f"activation must be a name such as 'swiglu' or a grouped.Activation, got "
+            f"{activation!r}"
         )
     check_kind(bool, interleaved=interleaved)
     act = parse_activation(activation) if isinstance(activation, str) else activation
     if interleaved and not act.is_gated:
-        raise ValueError(f"interleaved is of gated activations, which {act.text} is not")
+        raise ValueError(f"interleaved=True needs a gated activation; {act.text} has no gate")
     return act
 
 
 def activate(
     x: Tensor, activation: str, offs: Tensor | None = None, interleaved: bool = False
 ) -> Tensor:
-    """``torch.ops.cute_kernels.moe_activate``, differentiable in eager mode and ``torch.func``."""
+    """Apply ``torch.ops.cute_kernels.moe_activate``, differentiable also under ``torch.func``.
+
+    Args:
+        x: (T, 2 I) for gated activations, else (T, I).
+        activation: Text of the activation.
+        offs: (G,) end rows. Rows from ``offs[-1]`` on are neither read nor written.
+        interleaved: True if the two halves of a gated activation alternate.
+
+    Returns:
+        (T, I) in the dtype of ``x``.
+    """
     if torch.compiler.is_compiling():
         return torch.ops.cute_kernels.moe_activate(x, activation, offs, interleaved)
     return _Activate.apply(x, activation, offs, interleaved)
 
 
 class _Activate(torch.autograd.Function):
-    """The same without PyTorch's dispatcher, in the form that ``torch.func`` takes."""
+    """The activation without PyTorch's dispatcher, in the form that ``torch.func`` accepts."""
 
     @staticmethod
     def forward(x: Tensor, activation: str, offs: Tensor | None, interleaved: bool) -> Tensor:

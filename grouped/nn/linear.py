@@ -36,7 +36,7 @@ from .cached_weight import (
 )
 from .delayed_scaling import DelayedScaling
 from .forms import convert
-from .weight_gradients import EAGER_ONLY, ParameterGradients, Wgrads
+from .weight_gradients import EAGER_ONLY, ParameterGradients, WgradAccumulator
 
 
 def check_width(name: str, size: object, recipe: Recipe | None) -> None:
@@ -126,7 +126,7 @@ class GroupedLinear(InspectableLayer):
         self.out_features = out_features
         self.has_bias = bias
         self.single_parameter = single_parameter
-        self._wgrads = Wgrads(fuse_wgrad_accumulation, delay_wgrad)
+        self._wgrads = WgradAccumulator(fuse_wgrad_accumulation, delay_wgrad)
         self._cached_weight: CachedQuantizedWeight | None = None
         #: The last DTensor of each parameter, from which FSDP gathers the current one.
         self._shards: dict[str, Tensor] = {}

@@ -19,17 +19,22 @@ from ..functional.experts import (
 )
 from ..functional.linear_autograd import rows_and_end_rows
 from ..recipes import Recipe
-from ..tensor.offsets import Offsets, as_offs
-from .activation import activate, as_activation
+from ..tensor.offsets import Offsets, parse_offs
+from .activation import activate, resolve_activation
 from .linear import GroupedLinear, check_width
 
 
 class Mixture:
-    """What a mixture gives its experts beside rows: no tuple, for FSDP2 rounds the tensors in those
-    to its dtype.
+    """Inputs that a mixture passes to its experts beside the rows.
 
-    ``shared()`` is what ``make`` gives, the shared expert's rows: made where there is time, or
-    where they are needed.
+    It is no tuple, because FSDP2 casts the tensors of tuples to its dtype.
+
+    Args:
+        weights: (T, k) fp32. The routing weights.
+        routing: Routing of the T tokens.
+        options: Options of the experts.
+        compute_shared: Computes the rows of the shared expert, (T, H); None if there is no shared
+            expert. It is called once, when the rows are needed or when the device has time.
     """
 
     def __init__(
@@ -37,43 +42,55 @@ class Mixture:
         weights: Tensor,
         routing: Routing,
         options: ExpertsOptions,
-        make: Callable[[], Tensor | None],
+        compute_shared: Callable[[], Tensor | None],
     ) -> None:
         self.weights, self.routing, self.options = weights, routing, options
-        self._make, self._made = make, False
+        self._compute_shared, self._is_computed = compute_shared, False
         self._shared: Tensor | None = None
 
     def shared(self) -> Tensor | None:
-        """Rows of the shared expert, if there is one."""
-        if not self._made:
-            self._shared, self._made = self._make(), True
+        """Return the rows of the shared expert, or None if there is none."""
+        if not self._is_computed:
+            self._shared, self._is_computed = self._compute_shared(), True
         return self._shared
 
 
 class GroupedMLP(nn.Module):
     """Experts: ``y = W2_g act(W1_g x)`` for the rows of group g.
 
-    By default SwiGLU: ``act(W1_g x) = silu(a) * b`` with ``[a | b] = W1_g x``.
+    The default is SwiGLU: ``act(W1_g x) = silu(a) * b`` with ``[a | b] = W1_g x``.
 
     Args:
-        num_groups: G, the number of experts.
-        hidden_size: width of input and output; a multiple of 16 for a quantized recipe.
-        intermediate_size: width between the two layers; a multiple of 16 likewise.
-        bias: whether both layers have biases.
-        activation: a name such as ``"swiglu"`` or ``"gelu"``, or a ``grouped.Activation``. W1
-            has 2 * intermediate_size rows a group for gated ones. It is computed in fp32,
-            rounded once to the dtype of the input; ``cute_kernels.reference.activations``
-            states its bits.
-        interleaved: rows a and b of W1 alternate, a first, as gpt-oss has them.
-        recipe: formats of both layers; BF16 by default.
-        single_parameter: as in ``GroupedLinear``.
-        fuse_wgrad_accumulation: as in ``GroupedLinear``.
-        delay_wgrad: as in ``GroupedLinear``.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        num_groups: G. The number of experts.
+        hidden_size: H. The width of input and output, a multiple of 16 for a quantized recipe.
+        intermediate_size: I. The width between the two layers, a multiple of 16 for a quantized
+            recipe.
+        bias: True gives both layers biases.
+        activation: A name such as ``"swiglu"`` or ``"gelu"``, or a ``grouped.Activation``. W1 has
+            2 I rows per group for gated activations. The activation is computed in fp32 and
+            rounded once to the dtype of the input. ``cute_kernels.reference.activations`` defines
+            its bits.
+        interleaved: True alternates the rows a and b of W1, starting with a, as gpt-oss does.
+        recipe: Formats of both layers. The default is BF16.
+        single_parameter: As in ``GroupedLinear``.
+        fuse_wgrad_accumulation: As in ``GroupedLinear``.
+        delay_wgrad: As in ``GroupedLinear``.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+
+    Attributes:
+        gate_up: A ``GroupedLinear`` with ``weight`` (G, 2 I, H), or (G, I, H) without a gate.
+        down: A ``GroupedLinear`` with ``weight`` (G, H, I).
 
     Shape:
-        As ``GroupedLinear``: input and output (..., hidden_size), ``offs`` (G,) end rows.
+        * ``x``: (..., H). The leading dimensions flatten to T rows, sorted by group.
+        * ``offs``: (G,) end rows.
+        * Output: (..., H) in the dtype of ``x``.
+
+    Raises:
+        ValueError: A size is not positive, or no multiple of the recipe's blocks. Or there is no
+            activation of this name, or ``interleaved`` is True for one without a gate.
+        TypeError: ``activation`` is no activation.
     """
 
     def __init__(
@@ -93,11 +110,11 @@ class GroupedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.activation = as_activation(activation, interleaved)
+        self.activation = resolve_activation(activation, interleaved)
         self.interleaved = interleaved
         check_width("hidden_size", hidden_size, recipe)
         check_width("intermediate_size", intermediate_size, recipe)
-        #: What runs the experts where they are spread over processes: ``grouped.parallel``.
+        #: Runs experts that are distributed over processes: see ``grouped.parallel``. Else None.
         self.exchange: Any = None
         linear = functools.partial(
             GroupedLinear,
@@ -121,51 +138,65 @@ class GroupedMLP(nn.Module):
     def forward(
         self, x: Tensor, offs: Offsets | Mixture, *, is_first_microbatch: bool | None = None
     ) -> Tensor:
-        """Apply the experts; arguments as in ``GroupedLinear.forward``.
+        """Apply the experts.
 
-        Where they are spread over processes, ``x`` are this rank's rows, and ``offs`` is of all
-        experts.
+        Args:
+            x: (..., H). Rows sorted by group. If the experts are distributed over processes, they
+                are the rows of this rank.
+            offs: (G,) end rows, of all experts even if these are distributed. A ``MoE`` passes a
+                ``Mixture`` instead.
+            is_first_microbatch: As in ``GroupedLinear.forward``.
+
+        Returns:
+            (..., H) in the dtype of ``x``.
+
+        Raises:
+            TypeError: As in ``GroupedLinear.forward``.
+            ValueError: As in ``GroupedLinear.forward``.
+            RuntimeError: As in ``GroupedLinear.forward``; or a layer of a mixture's experts is
+                sharded by itself or has hooks.
         """
         if isinstance(offs, Mixture):
-            if _hooks(self.gate_up) or _hooks(self.down):
+            if _has_hooks(self.gate_up) or _has_hooks(self.down):
                 raise RuntimeError(
-                    "the layers of a mixture's experts are not called: shard, or hook into, the experts"
+                    "the layers of a mixture's experts are not called: shard, or hook into, the "
+                    "experts"
                 )
             return self.run(
                 x, offs.weights, offs.routing, is_first_microbatch, offs.options, offs.shared
             )
         if self.exchange is not None:
-            return self._exchanged(x, offs, is_first_microbatch)
-        if self.is_one():
-            rows, ends = self.gate_up.rows_and_end_rows(x, offs)
+            return self._run_exchange(x, offs, is_first_microbatch)
+        if self.runs_fused():
+            rows, end_rows = self.gate_up.rows_and_end_rows(x, offs)
             options = ExpertsOptions(self.activation.text, self.interleaved, False, rows.dtype)
-            y = self.run(rows, None, PresortedRouting(ends), is_first_microbatch, options)
+            y = self.run(rows, None, PresortedRouting(end_rows), is_first_microbatch, options)
             return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.down.out_features)
         z = self.gate_up(x, offs, is_first_microbatch=is_first_microbatch)
         rows = z.reshape(-1, z.shape[-1])
-        ends = as_offs(offs, rows.shape[0], rows.device)
-        hidden = activate(rows, self.activation.text, ends, self.interleaved)
+        end_rows = parse_offs(offs, rows.shape[0], rows.device)
+        hidden = activate(rows, self.activation.text, end_rows, self.interleaved)
         hidden = hidden.view(*z.shape[:-1], hidden.shape[1])
-        return self.down(hidden, ends, is_first_microbatch=is_first_microbatch)
+        return self.down(hidden, end_rows, is_first_microbatch=is_first_microbatch)
 
-    def _exchanged(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
+    def _run_exchange(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
+        """Send sorted rows to the ranks of their experts, as tokens with one expert each."""
         groups = self.gate_up.num_groups
-        rows, ends = rows_and_end_rows(x, offs, groups, self.gate_up.in_features)
-        expert = torch.searchsorted(
-            ends, torch.arange(rows.shape[0], device=x.device), right=True
-        ).unsqueeze(1)
+        rows, end_rows = rows_and_end_rows(x, offs, groups, self.gate_up.in_features)
+        row_index = torch.arange(rows.shape[0], device=x.device)
+        expert_ids = torch.searchsorted(end_rows, row_index, right=True).unsqueeze(1)
         options = ExpertsOptions(self.activation.text, self.interleaved, False, x.dtype)
-        ones = torch.ones(expert.shape, device=x.device)
-        return self.run(
-            rows, ones, compute_routing(expert, groups), is_first_microbatch, options
-        ).view(x.shape)
+        weights = torch.ones(expert_ids.shape, device=x.device)
+        routing = compute_routing(expert_ids, groups)
+        return self.run(rows, weights, routing, is_first_microbatch, options).view(x.shape)
 
-    def is_one(self) -> bool:
-        """Whether both layers run as one function, the bits of which are theirs: nothing needs
-        each.
+    def runs_fused(self) -> bool:
+        """Return True if both layers may run as one function, without calling the modules.
+
+        The bits are the same. Hooks, subclasses and transforms need separate calls.
         """
         if torch.compiler.is_compiling():
-            if self.is_watched:
+            if self.is_eager_only:
                 return False
         elif (
             torch._C._functorch.peek_interpreter_stack() is not None
@@ -173,18 +204,18 @@ class GroupedMLP(nn.Module):
         ):
             return False
         layers: Any = self._modules
-        return is_bare(layers["gate_up"]) and is_bare(layers["down"])
+        return is_unmodified(layers["gate_up"]) and is_unmodified(layers["down"])
 
     @property
-    def is_watched(self) -> bool:
-        """Whether something looks at the layers, or takes their gradients: not to be traced as one."""
-        first, second = self.gate_up, self.down
+    def is_eager_only(self) -> bool:
+        """True if the layers must not be traced: inspected, watched, or accumulating gradients."""
+        gate_up, down = self.gate_up, self.down
         return any(
             (
-                first.is_eager_only,
-                second.is_eager_only,
-                first._nonfinite is not None,
-                second._nonfinite is not None,
+                gate_up.is_eager_only,
+                down.is_eager_only,
+                gate_up._nonfinite is not None,
+                down._nonfinite is not None,
             )
         )
 
@@ -197,52 +228,65 @@ class GroupedMLP(nn.Module):
         options: ExpertsOptions,
         overlapped_work: Callable[[], object] | None = None,
     ) -> Tensor:
-        """``grouped.functional.experts.experts`` with both layers, or ``exchange``, which takes what it does,
-        and ``overlapped_work``.
+        """Run both layers by ``grouped.functional.experts.experts``, or by ``exchange``.
+
+        Args:
+            rows: (T, H). The tokens; or rows sorted by expert, with a ``PresortedRouting``.
+            weights: (T, k) fp32. The routing weights, or None for sorted rows.
+            routing: Routing of the tokens.
+            is_first_microbatch: As in ``GroupedLinear.forward``.
+            options: Options of the experts.
+            overlapped_work: Called by ``exchange`` while rows are on their way.
+
+        Returns:
+            (T, H) in ``options.dtype``.
         """
-        layers = self.layers(rows, weights, is_first_microbatch)
+        gate_up, down = self.layers(rows, weights, is_first_microbatch)
         if self.exchange is None:
-            return experts(rows, weights, routing, *layers, options)
-        return self.exchange(rows, weights, routing, *layers, options, overlapped_work)
+            return experts(rows, weights, routing, gate_up, down, options)
+        return self.exchange(rows, weights, routing, gate_up, down, options, overlapped_work)
 
     def layers(
         self, rows: Tensor, weights: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[Layer, Layer]:
-        """What a call multiplies by."""
+        """Return the weights, scales and observers of both layers for a call.
+
+        Args:
+            rows: (T, H). Only its device and ``requires_grad`` matter.
+            weights: (T, k) routing weights. Only ``requires_grad`` matters.
+            is_first_microbatch: As in ``GroupedLinear.forward``.
+        """
         modules: Any = self._modules
-        gate_up, down, needs_dx, device = (
-            modules["gate_up"],
-            modules["down"],
-            rows.requires_grad,
-            rows.device,
-        )
-        first = gate_up.prepare(device, needs_dx, is_first_microbatch)
+        gate_up, down = modules["gate_up"], modules["down"]
+        needs_dx, device = rows.requires_grad, rows.device
+        gate_up_layer = gate_up.prepare(device, needs_dx, is_first_microbatch)
         if torch.is_grad_enabled():
             needs_dx = (
                 needs_dx
                 or (weights is not None and weights.requires_grad)
                 or gate_up._has_trainable()
             )
-        return first, down.prepare(device, needs_dx, is_first_microbatch)
+        return gate_up_layer, down.prepare(device, needs_dx, is_first_microbatch)
 
     def extra_repr(self) -> str:
-        """The activation."""
+        """Return the activation for ``repr``."""
         return f"activation={self.activation.text!r}, interleaved={self.interleaved}"
 
     def backward_dw(self) -> None:
-        """Compute what a backward pass left, of both layers: see ``GroupedLinear.backward_dw``."""
+        """Compute the delayed gradients of both layers: see ``GroupedLinear.backward_dw``."""
         self.down.backward_dw()
         self.gate_up.backward_dw()
 
 
-def is_bare(layer: nn.Module, cls: type[nn.Module] = GroupedLinear) -> bool:
-    """Whether calling a layer does what its class does: nobody wrapped it, shards it alone or hooks
-    into it.
+def is_unmodified(layer: nn.Module, cls: type[nn.Module] = GroupedLinear) -> bool:
+    """Return True if a call of ``layer`` does exactly what ``cls.forward`` does.
+
+    Subclasses (FSDP2 creates one per sharded module), hooks and a replaced ``forward`` prevent it.
     """
-    return type(layer) is cls and not _hooks(layer) and "forward" not in layer.__dict__
+    return type(layer) is cls and not _has_hooks(layer) and "forward" not in layer.__dict__
 
 
-def _hooks(layer: nn.Module) -> bool:
+def _has_hooks(layer: nn.Module) -> bool:
     return bool(
         layer._forward_pre_hooks
         or layer._forward_hooks

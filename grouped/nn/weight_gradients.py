@@ -1,9 +1,9 @@
-"""Where the gradients of a layer's parameters go: into ``main_grad``, and not before they are due.
+"""Accumulation of parameter gradients into ``main_grad``, and their delay.
 
-The protocol of Megatron-LM and TransformerEngine. A parameter's ``main_grad`` is a buffer, usually
-fp32, that the gradients of several microbatches add up in; the product that makes a gradient writes
-there. ``param.grad_added_to_main_grad`` tells the hooks of a data-parallel wrapper so: those want a
-tensor in ``param.grad`` all the same, and drop it.
+This is the protocol of Megatron-LM and TransformerEngine. ``main_grad`` of a parameter is a buffer,
+usually fp32, in which the gradients of several microbatches are summed. The product that computes a
+gradient adds it there. ``param.grad_added_to_main_grad`` tells the hooks of a data-parallel wrapper
+about it. These hooks still expect a tensor in ``param.grad``, and drop it.
 """
 
 import dataclasses
@@ -26,15 +26,19 @@ from ..functional.operands import WgradOperands
 
 EAGER_ONLY = (
     "a layer with fuse_wgrad_accumulation or delay_wgrad trains in eager mode only: it writes "
-    "gradients where no trace and no transform sees it"
+    "gradients outside of traces and transforms"
 )
 
 
-class Wgrads:
-    """What a layer was told about the gradients of its parameters, and those that wait.
+class WgradAccumulator:
+    """Options of a layer for the gradients of its parameters, and the gradients that are pending.
 
-    With ``fuse`` the weight's are written into ``main_grad``, with ``delay`` they wait until they
-    are asked for; ``hooks`` run after those were computed.
+    Args:
+        fuse: True writes the gradients of the weight into ``main_grad``.
+        delay: True keeps gradients pending until ``run_oldest``.
+
+    Attributes:
+        hooks: Functions that run after pending gradients were computed.
     """
 
     def __init__(self, fuse: bool, delay: bool) -> None:
@@ -42,7 +46,7 @@ class Wgrads:
         self._fuse, self._delay = fuse, delay
         self._stored: deque[StoredGradients] = deque()
         if delay:
-            _waiting_somewhere.add(self)
+            _delaying.add(self)
             _watch_optimizers()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -51,22 +55,27 @@ class Wgrads:
 
     @property
     def active(self) -> bool:
-        """Whether gradients go another way than autograd's."""
+        """True if autograd does not accumulate the gradients itself."""
         return self._fuse or self._delay
 
     def check_eager(self, *, sharded: bool) -> None:
-        """Raise where gradients cannot go another way."""
+        """Raise RuntimeError if only autograd can accumulate the gradients.
+
+        Args:
+            sharded: True if parameters are sharded.
+        """
         if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
             raise RuntimeError(EAGER_ONLY)
         if sharded:
             raise RuntimeError(
-                "fuse_wgrad_accumulation and delay_wgrad are not for sharded parameters, whose gradients FSDP takes itself"
+                "fuse_wgrad_accumulation and delay_wgrad are not for sharded parameters, whose "
+                "gradients FSDP takes itself"
             )
 
     def begin_call(
         self, weights: dict[str, Tensor], biases: dict[str, Tensor], overwrite: bool
     ) -> "ParameterGradients":
-        """What takes the gradients of one call: see ``ParameterGradients``."""
+        """Return the accumulator of one call; see ``ParameterGradients`` for the arguments."""
         return ParameterGradients(
             weights, biases, self._fuse, overwrite, self._stored if self._delay else None
         )
@@ -74,21 +83,26 @@ class Wgrads:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self._delay:
-            _waiting_somewhere.add(self)
+            _delaying.add(self)
             _watch_optimizers()
 
     @property
-    def waiting(self) -> list[Tensor]:
-        """Parameters whose gradients wait for ``backward_dw``."""
-        sinks = {id(stored.sink): stored.sink for stored in self._stored}
+    def pending(self) -> list[Tensor]:
+        """Parameters whose gradients are pending until ``backward_dw``."""
+        accumulators = {id(stored.accumulator): stored.accumulator for stored in self._stored}
         return [
-            p for sink in sinks.values() for p in (*sink.weights.values(), *sink.biases.values())
+            p
+            for accumulator in accumulators.values()
+            for p in (*accumulator.weights.values(), *accumulator.biases.values())
         ]
 
     def run_oldest(self, wanted: bool) -> None:
-        """Compute the gradients that wait longest; that there are none is an error if ``wanted``.
+        """Compute the gradients that are pending longest, and run the hooks.
 
-        If ``main_grad`` does not fit they go on waiting.
+        Gradients stay pending if ``main_grad`` does not match.
+
+        Args:
+            wanted: True raises RuntimeError if no gradients are pending.
         """
         if not self._delay:
             raise RuntimeError("backward_dw is for layers that were made with delay_wgrad=True")
@@ -104,39 +118,47 @@ class Wgrads:
             hook()
 
 
-#: Layers with ``delay_wgrad``.
-_waiting_somewhere: weakref.WeakSet[Wgrads] = weakref.WeakSet()
+#: Accumulators with ``delay_wgrad``.
+_delaying: weakref.WeakSet[WgradAccumulator] = weakref.WeakSet()
 
 
 @functools.cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_warn_of_waiting)
+    register_optimizer_step_pre_hook(_warn_if_pending)
 
 
-def _warn_of_waiting(optimizer: Optimizer, *_: Any) -> None:
-    """Warn if an optimizer steps over parameters whose gradients wait: it passes over them or uses
-    old ones.
+def _warn_if_pending(optimizer: Optimizer, *_: Any) -> None:
+    """Warn if an optimizer steps over parameters whose gradients are pending.
+
+    The step would skip these parameters, or use old gradients.
     """
-    waiting = {id(p) for wgrads in _waiting_somewhere if wgrads._stored for p in wgrads.waiting}
-    if not waiting:
+    pending = {
+        id(p) for accumulator in _delaying if accumulator._stored for p in accumulator.pending
+    }
+    if not pending:
         return
-    count = sum(id(p) in waiting for group in optimizer.param_groups for p in group["params"])
+    count = sum(id(p) in pending for group in optimizer.param_groups for p in group["params"])
     if count:
         warnings.warn(
-            f"{type(optimizer).__name__}.step() without the gradients of {count} parameters of layers with delay_wgrad=True: "
-            "call backward_dw() of these layers after each backward pass, before the step",
+            f"{type(optimizer).__name__}.step() without the gradients of {count} parameters of "
+            "layers with delay_wgrad=True: call backward_dw() of these layers after each backward "
+            "pass, before the step",
             stacklevel=4,
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterGradients:
-    """What happens to the gradients of the parameters of one call of a layer.
+    """Accumulator of the parameter gradients of one call of a layer.
 
-    ``weights`` are the parameter that the weight consists of, or that of each group, by name,
-    ``biases`` likewise. With ``fuse`` the weight's gradient is written into ``main_grad``, which
-    drops what that held with ``overwrite``. Gradients wait in ``store`` until they are asked for;
-    None if they are due at once.
+    It implements ``grouped.functional.linear_call.WeightGradientAccumulator``.
+
+    Attributes:
+        weights: Parameters by name. They are one (G, N, K), or one (N, K) per group.
+        biases: Parameters by name. They are one (G, N), or one (N,) per group.
+        fuse: True writes the gradient of the weight into ``main_grad``.
+        overwrite: True overwrites ``main_grad`` instead of adding to it.
+        store: Queue of pending gradients. None accumulates them at once.
     """
 
     weights: dict[str, Tensor]
@@ -147,10 +169,10 @@ class ParameterGradients:
 
     @property
     def anchor(self) -> Tensor | None:
-        """What makes the output require a gradient where the parameters are cut off.
+        """Empty tensor that makes the output require a gradient if the parameters are detached.
 
-        Gradients that wait must not reach them: hooks of parameters run in any backward pass that
-        does, with a gradient or without.
+        Pending gradients require detached parameters: otherwise each backward pass would run the
+        hooks of the parameters, with or without a gradient. None if gradients are not delayed.
         """
         if self.store is None:
             return None
@@ -158,28 +180,39 @@ class ParameterGradients:
 
     @property
     def wanted(self) -> tuple[bool, bool]:
-        """Whether the gradients of weight and bias are wanted."""
+        """True for each of weight and bias if its gradient is needed."""
         weight, bias = (
             any(p.requires_grad for p in named.values()) for named in (self.weights, self.biases)
         )
         return weight, bias
 
     def check(self) -> None:
-        """Raise if ``main_grad`` of a parameter is missing or does not fit."""
+        """Raise if ``main_grad`` of a parameter is missing or does not match."""
         if self.fuse and self.store is None:
             self._main_grads()
 
     def take(
         self, call: LinearCall, wgrad: WgradOperands | None, dbias: Tensor | None
     ) -> tuple[Sequence[Tensor | None], Tensor | None]:
-        """Handle the gradients of one backward pass; returns what autograd gets in their place."""
+        """Accumulate the gradients of one backward pass, or keep them pending.
+
+        Args:
+            call: Metadata of the call.
+            wgrad: Operands of the product that computes the weight's gradient, or None.
+            dbias: (G, N) gradient of the bias, or None.
+
+        Returns:
+            The gradients that autograd gets for each parameter of the weight, and for the bias.
+        """
         if self.store is not None:
             self.store.append(StoredGradients(self, call, wgrad, dbias))
             return [None] * len(self.weights), None
-        return self.of_weights(call, wgrad), dbias
+        return self.weight_gradients(call, wgrad), dbias
 
-    def of_weights(self, call: LinearCall, wgrad: WgradOperands | None) -> list[Tensor | None]:
-        """The gradient of each parameter of the weight, or zeros in its place if it is written."""
+    def weight_gradients(
+        self, call: LinearCall, wgrad: WgradOperands | None
+    ) -> list[Tensor | None]:
+        """Return the gradient of each parameter of the weight, or zeros if it was written."""
         needs = [p.requires_grad for p in self.weights.values()]
         if wgrad is None or not any(needs):
             return [None] * len(needs)
@@ -189,26 +222,27 @@ class ParameterGradients:
         return [_mark_as_added(p) if p.requires_grad else None for p in self.weights.values()]
 
     def _write(self, call: LinearCall, wgrad: WgradOperands) -> None:
+        """Write the gradient of the weight into the buffers ``main_grad``, or add it to them."""
         main_grads = self._main_grads()
-        fresh = [
+        overwrites = [
             self.overwrite or getattr(p, "overwrite_main_grad", False)
             for p in self.weights.values()
         ]
-        together = _together(main_grads)
-        if together is not None and len(set(fresh)) == 1:
-            call.weight_gradient(wgrad, together, accumulate=not fresh[0])
-            # One product wrote them all; their versions may be counted apart.
+        buffer = _join_consecutive(main_grads)
+        if buffer is not None and len(set(overwrites)) == 1:
+            call.weight_gradient(wgrad, buffer, accumulate=not overwrites[0])
+            # One product wrote all buffers, which may have separate version counters.
             increment_version([m for m in main_grads if m is not None])
             return
-        # Of frozen parameters nothing is added, and nothing is kept.
-        held = [m for m in main_grads if m is not None]
-        before = [
-            torch.zeros_like(held[0]) if m is None or is_fresh else m
-            for m, is_fresh in zip(main_grads, fresh, strict=True)
+        # Frozen parameters have no buffer: their gradients are computed and dropped.
+        targets = [m for m in main_grads if m is not None]
+        initial = [
+            torch.zeros_like(targets[0]) if m is None or is_overwritten else m
+            for m, is_overwritten in zip(main_grads, overwrites, strict=True)
         ]
-        buffer = call.weight_gradient(wgrad, torch.stack(before), accumulate=not all(fresh))
+        sums = call.weight_gradient(wgrad, torch.stack(initial), accumulate=not all(overwrites))
         torch._foreach_copy_(
-            held, [t for t, m in zip(buffer.unbind(), main_grads, strict=True) if m is not None]
+            targets, [t for t, m in zip(sums.unbind(), main_grads, strict=True) if m is not None]
         )
 
     def _main_grads(self) -> list[Tensor | None]:
@@ -219,29 +253,36 @@ class ParameterGradients:
 
 @dataclasses.dataclass(frozen=True)
 class StoredGradients:
-    """The gradients of one backward pass, waiting for ``backward_dw``."""
+    """The gradients of one backward pass, pending until ``backward_dw``.
 
-    sink: ParameterGradients
+    Attributes:
+        accumulator: The accumulator of the call.
+        call: Metadata of the call.
+        wgrad: Operands of the product that computes the weight's gradient, or None.
+        dbias: (G, N) gradient of the bias, or None.
+    """
+
+    accumulator: ParameterGradients
     call: LinearCall
     wgrad: WgradOperands | None
     dbias: Tensor | None
 
     def check(self) -> None:
-        """Raise if the weight's gradient is to be written where it does not fit."""
-        if self.sink.fuse and self.wgrad is not None:
-            self.sink._main_grads()
+        """Raise if the weight's gradient cannot be written into ``main_grad``."""
+        if self.accumulator.fuse and self.wgrad is not None:
+            self.accumulator._main_grads()
 
     def accumulate(self) -> None:
-        """Compute them and have autograd add them to the parameters, hooks and all."""
-        parameters = (*self.sink.weights.values(), *self.sink.biases.values())
+        """Compute the gradients. Autograd adds them to the parameters and runs their hooks."""
+        weights, biases = self.accumulator.weights, self.accumulator.biases
         with torch.enable_grad():
-            end: Tensor = _Accumulate.apply(self, *parameters)
+            end: Tensor = _Accumulate.apply(self, *weights.values(), *biases.values())
         if end.requires_grad:
             end.backward(torch.empty_like(end))
 
 
 class _Accumulate(torch.autograd.Function):
-    """A result without elements, whose backward pass gives parameters their stored gradients."""
+    """An empty result, whose backward pass gives parameters their stored gradients."""
 
     @staticmethod
     def forward(ctx: Any, stored: StoredGradients, *parameters: Tensor) -> Tensor:
@@ -251,56 +292,70 @@ class _Accumulate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the parameters of weight and bias."""
         stored: StoredGradients = ctx.stored
-        biases: list[Tensor | None] = [None] * len(stored.sink.biases)
+        accumulator = stored.accumulator
+        biases: list[Tensor | None] = [None] * len(accumulator.biases)
         if stored.dbias is not None:
             biases = list(stored.dbias.unbind() if stored.call.discrete else [stored.dbias])
-        return None, *stored.sink.of_weights(stored.call, stored.wgrad), *biases
+        return None, *accumulator.weight_gradients(stored.call, stored.wgrad), *biases
 
 
 def _main_grad(name: str, parameter: Tensor) -> Tensor:
+    """Return ``main_grad`` of a parameter.
+
+    Raises:
+        RuntimeError: It is missing.
+        TypeError: It is no plain tensor, or its dtype is not supported.
+        ValueError: It has another shape or device, or is not contiguous.
+    """
     shape, dtypes = tuple(parameter.shape), sorted({torch.float32, parameter.dtype}, key=str)
     rule = (
         f"fuse_wgrad_accumulation writes the gradient of {name} into {name}.main_grad, a "
         f"contiguous tensor of shape {shape} and dtype {' or '.join(map(str, dtypes))} on "
         f"{parameter.device}"
     )
-    held: Any = getattr(parameter, "main_grad", None)
-    if held is None:
+    buffer: Any = getattr(parameter, "main_grad", None)
+    if buffer is None:
         raise RuntimeError(f"{name}.main_grad is missing: {rule}")
-    is_plain = isinstance(held, Tensor) and not is_traceable_wrapper_subclass(held)
-    if not is_plain or held.dtype not in dtypes:
-        kind = held.dtype if is_plain else type(held).__name__
+    is_plain = isinstance(buffer, Tensor) and not is_traceable_wrapper_subclass(buffer)
+    if not is_plain or buffer.dtype not in dtypes:
+        kind = buffer.dtype if is_plain else type(buffer).__name__
         raise TypeError(f"{name}.main_grad has the wrong type: {rule}; got {kind}")
-    if tuple(held.shape) != shape or held.device != parameter.device or not held.is_contiguous():
-        got = f"shape {tuple(held.shape)} with strides {held.stride()} on {held.device}"
+    if (
+        tuple(buffer.shape) != shape
+        or buffer.device != parameter.device
+        or not buffer.is_contiguous()
+    ):
+        got = f"shape {tuple(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"
         raise ValueError(f"{name}.main_grad does not fit: {rule}; got {got}")
-    return held
+    return buffer
 
 
 def _mark_as_added(parameter: Any) -> Tensor:
-    """Tell hooks that the gradient is in ``main_grad``; returns what they find in ``.grad``.
+    """Tell hooks that the gradient is in ``main_grad``; return zeros for ``.grad``.
 
-    Zeros: whoever adds them all the same adds nothing.
+    Code that adds ``.grad`` to ``main_grad`` anyway then adds nothing.
     """
     parameter.grad_added_to_main_grad = True
     return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
-def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """One tensor (G, N, K) over parts that lie one after the other; None if they do not.
+def _join_consecutive(buffers: Sequence[Tensor | None]) -> Tensor | None:
+    """Return one tensor (G, N, K) over buffers (N, K) that are consecutive in one storage.
 
-    In Megatron-LM's buffer of gradients they do.
+    They are consecutive in Megatron-LM's buffer of gradients. Return None if they are not. A single
+    buffer (G, N, K) is returned as it is.
     """
-    first = parts[0]
-    if first is None or first.dim() == 3:
-        return first
-    for g, part in enumerate(parts):
+    start = buffers[0]
+    if start is None or start.dim() == 3:
+        return start
+    for g, buffer in enumerate(buffers):
         if (
-            part is None
-            or part.dtype != first.dtype
-            or part.untyped_storage()._cdata != first.untyped_storage()._cdata
-            or part.storage_offset() != first.storage_offset() + g * first.numel()
+            buffer is None
+            or buffer.dtype != start.dtype
+            or buffer.untyped_storage()._cdata != start.untyped_storage()._cdata
+            or buffer.storage_offset() != start.storage_offset() + g * start.numel()
         ):
             return None
-    return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
+    return start.as_strided((len(buffers), *start.shape), (start.numel(), *start.stride()))

@@ -10,9 +10,10 @@ from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from cute_kernels import prepack, unpack
 from cute_kernels.formats import Format, parse
 
-from .members import QuantizedCopy
+from .members import GroupedMember, QuantizedCopy, group_spans, member, shaped_members
 from .shapes import MemberShapes, shape_tensors
 
 #: Metadata of a tensor beside its plain tensors: format, dtype, prepacked, member shapes.
@@ -91,9 +92,11 @@ class GroupedTensorBase(Tensor):
         *,
         dtype: torch.dtype | None = None,
         shape: Sequence[int] | None = None,
+        prepacked: bool | None = None,
     ) -> T:
         """Return a tensor with the metadata of this one around other plain tensors."""
-        context = (self.format, dtype or self.dtype, self.prepacked, self._shapes)
+        is_prepacked = self.prepacked if prepacked is None else prepacked
+        context = (self.format, dtype or self.dtype, is_prepacked, self._shapes)
         size = self.shape if shape is None else shape
         return self.__tensor_unflatten__(inner, context, size, ())
 
@@ -218,6 +221,66 @@ class GroupedTensorBase(Tensor):
             f"format={self.format}, {' + '.join(directions)}{', prepacked' * self.prepacked}, "
             f"dtype={self.dtype}, device={self.device})"
         )
+
+    # ---- weights and members
+
+    def prepack(self: T) -> T:
+        """Return the same weights with their codes in the order that sm_90a multiplies fastest.
+
+        Values, shapes and sizes stay, and so do the bits of products with quantized activations.
+        Call it once, when weights are loaded. Other architectures and W4A16 do not accept such
+        weights, and other ops undo it first.
+
+        Raises:
+            ValueError: This tensor is not uniform or is row-scaled, and so no weight; or its codes
+                do not share bytes.
+        """
+        if self.grouping != "uniform":
+            raise ValueError(f"only uniform weights can be prepacked, got {self!r}")
+        level = self.format.global_scale
+        if self.format.element.per_byte == 1 or (level is not None and level.per == "row"):
+            raise ValueError(f"{self.format} cannot be combined with prepacked")
+        return self if self.prepacked else self._reordered(prepack)
+
+    def unpack(self: T) -> T:
+        """Return this tensor with codes in the order of the layout contract: undo ``prepack``."""
+        return self._reordered(unpack) if self.prepacked else self
+
+    def _reordered(self: T, reorder: Callable[[Tensor], Tensor]) -> T:
+        """Return the tensor with its codes in the other bit order."""
+        inner = {
+            name: reorder(t) if name.startswith("_codes") else t
+            for name, t in self._inner().items()
+        }
+        return self._rewrap(inner, prepacked=not self.prepacked)
+
+    def member(self, group: int) -> GroupedMember:
+        """Return codes and linear scales of one group, for people and tests.
+
+        Reads ``offs`` on the host, so on a GPU it synchronizes.
+
+        Raises:
+            IndexError: ``group`` is not in [-G, G).
+            RuntimeError: The stream is being captured into a CUDA graph.
+        """
+        if not -self.num_groups <= group < self.num_groups:
+            raise IndexError(f"group must be in [0, {self.num_groups}), got {group}")
+        return self._members([group])[0]
+
+    def unbind(self, dim: int = 0) -> tuple[GroupedMember, ...]:  # type: ignore[override]
+        """Return all members in order; reads ``offs`` on the host once, as ``member`` does."""
+        if dim != 0:
+            raise ValueError(f"dim must be 0, the groups, got {dim}")
+        return self._members(range(self.num_groups))
+
+    def _members(self, groups: Sequence[int]) -> tuple[GroupedMember, ...]:
+        """Return members by their group numbers."""
+        x = self.unpack()
+        fmt, copies = x.format, (x.rowwise, x.columnwise)
+        if x._shapes is not None:
+            return tuple(shaped_members(groups, fmt, x._shapes, *copies))
+        spans = group_spans(x._offs, x.shape)
+        return tuple(member(spans[group], fmt, x.shape[-1], *copies) for group in groups)
 
     # ---- memory
 

@@ -10,7 +10,7 @@ ops do with one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,17 +18,17 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.graph import increment_version
 
-from cute_kernels import prepack, unpack
+from cute_kernels import prepack
 from cute_kernels.formats import Format, parse
 
 from .base import Context, GroupedTensorBase, inner_names
 from .dispatch import HANDLERS
 from .gather import gather_inputs, wrap_gathered
 from .interchange import Layout, join_parts, split_parts
-from .members import GroupedMember, QuantizedCopy, group_spans, member, shaped_members
-from .offsets import Offsets, as_offs
+from .members import QuantizedCopy
+from .offsets import Offsets, parse_offs
 from .seeds import draw_seed
-from .shapes import MemberShapes, Shapes, as_shapes, flat_shapes
+from .shapes import MemberShapes, Shapes, flat_shapes, parse_shapes
 from .validation import check_is_tensor, check_parts, package_version, saved_format
 
 
@@ -107,7 +107,7 @@ class GroupedTensor(GroupedTensorBase):
                 "dtype and fmt are missing; grouped.quantize makes a GroupedTensor of a plain "
                 "tensor"
             )
-        members = None if shapes is None else as_shapes(shapes)
+        members = None if shapes is None else parse_shapes(shapes)
         check_parts(shape, dtype, fmt, offs, rowwise, columnwise, prepacked, members)
         self = cls._wrap(shape, dtype, fmt, offs, rowwise, columnwise, prepacked, members)
         self.requires_grad_(requires_grad)
@@ -186,7 +186,7 @@ class GroupedTensor(GroupedTensorBase):
         """
         check_is_tensor("codes", codes)
         if offs is not None:
-            end_rows = as_offs(offs, codes.shape[0], codes.device)
+            end_rows = parse_offs(offs, codes.shape[0], codes.device)
             offs = end_rows.clone() if end_rows is offs else end_rows
         level = {"amax": amax, "global_scale": global_scale, "scale": scale}
         shape, rowwise = join_parts(fmt, codes, scales, level, offs, layout)
@@ -265,71 +265,6 @@ class GroupedTensor(GroupedTensorBase):
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         return torch.ops.grouped.dequantize(self, dtype, direction)
-
-    def prepack(self) -> GroupedTensor:
-        """Return the same weights with their codes in the order that sm_90a multiplies fastest.
-
-        Values, shapes and sizes stay, and so do the bits of products with quantized activations.
-        Call it once, when weights are loaded. Other architectures and W4A16 do not accept such
-        weights, and other ops undo it first.
-
-        Raises:
-            ValueError: This tensor is not uniform or is row-scaled, and so no weight; or its codes
-                do not share bytes.
-        """
-        if self.grouping != "uniform":
-            raise ValueError(f"only uniform weights can be prepacked, got {self!r}")
-        level = self.format.global_scale
-        if self.format.element.per_byte == 1 or (level is not None and level.per == "row"):
-            raise ValueError(f"{self.format} cannot be combined with prepacked")
-        return self if self.prepacked else self._reordered(prepack)
-
-    def unpack(self) -> GroupedTensor:
-        """Return this tensor with codes in the order of the layout contract: undo ``prepack``."""
-        return self._reordered(unpack) if self.prepacked else self
-
-    def _reordered(self, reorder: Callable[[Tensor], Tensor]) -> GroupedTensor:
-        rowwise, columnwise = (
-            copy and copy._replace(codes=reorder(copy.codes))
-            for copy in (self.rowwise, self.columnwise)
-        )
-        return GroupedTensor._wrap(
-            self.shape,
-            self.dtype,
-            self.format,
-            self._offs,
-            rowwise,
-            columnwise,
-            prepacked=not self.prepacked,
-        )
-
-    def member(self, group: int) -> GroupedMember:
-        """Return codes and linear scales of one group, for people and tests.
-
-        Reads ``offs`` on the host, so on a GPU it synchronizes.
-
-        Raises:
-            IndexError: ``group`` is not in [-G, G).
-            RuntimeError: The stream is being captured into a CUDA graph.
-        """
-        if not -self.num_groups <= group < self.num_groups:
-            raise IndexError(f"group must be in [0, {self.num_groups}), got {group}")
-        return self._members([group])[0]
-
-    def unbind(self, dim: int = 0) -> tuple[GroupedMember, ...]:  # type: ignore[override]
-        """Return all members in order; reads ``offs`` on the host once, as ``member`` does."""
-        if dim != 0:
-            raise ValueError(f"dim must be 0, the groups, got {dim}")
-        return self._members(range(self.num_groups))
-
-    def _members(self, groups: Sequence[int]) -> tuple[GroupedMember, ...]:
-        """Return members by their group numbers."""
-        x = self.unpack()
-        fmt, copies = x.format, (x.rowwise, x.columnwise)
-        if x._shapes is not None:
-            return tuple(shaped_members(groups, fmt, x._shapes, *copies))
-        spans = group_spans(x._offs, x.shape)
-        return tuple(member(spans[group], fmt, x.shape[-1], *copies) for group in groups)
 
     def __matmul__(self, operand: Any) -> Tensor:
         raise TypeError(

@@ -14,7 +14,7 @@ _INT32 = torch.iinfo(torch.int32)
 Offsets: TypeAlias = Tensor | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
+def parse_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
     """Return end rows as an int32 tensor (G,) on the device.
 
     Values of host lists and of CPU tensors are checked here. Values on a GPU are never read, and

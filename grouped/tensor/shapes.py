@@ -19,7 +19,7 @@ Shapes: TypeAlias = Sequence[Sequence[int]] | Tensor | np.ndarray[Any, np.dtype[
 MemberShapes: TypeAlias = tuple[tuple[int, int], ...]
 
 
-def as_shapes(shapes: Shapes) -> MemberShapes:
+def parse_shapes(shapes: Shapes) -> MemberShapes:
     """Return ``shapes`` as host integers; ops check their values.
 
     Raises:

@@ -1,6 +1,4 @@
-"""Checkpoints loaded into modules whose parameters somebody else has: an optimizer, accelerate,
-PEFT and others.
-"""
+"""Checkpoints loaded into modules whose parameters optimizers, accelerate, PEFT or FSDP own."""
 
 import pytest
 import torch
@@ -23,27 +21,27 @@ from grouped.checkpoint.weights import expert_weights
 from grouped.nn import GroupedMLP, MoE
 from tests.helpers import BF16, assert_same_bytes
 
-from .test_checkpoint_damage import refused
+from .damaged_checkpoints import assert_refused
 
 HIDDEN, INNER, EXPERTS = 64, 64, 2
 
 
-def moe(seed=0):
+def make_moe(seed=0):
     torch.manual_seed(seed)
     return MoE(HIDDEN, INNER, EXPERTS, 1, dtype=BF16)
 
 
 @pytest.fixture
-def low(tmp_path):
-    """A folder of quantized experts."""
-    checkpoint.save(moe(), tmp_path / "low", "modelopt")
-    return tmp_path / "low"
+def quantized_folder(tmp_path):
+    """A folder with quantized experts."""
+    checkpoint.save(make_moe(), tmp_path / "quantized", "modelopt")
+    return tmp_path / "quantized"
 
 
 @pytest.fixture
-def plain(tmp_path):
-    """A folder of plain ones."""
-    model, path = moe(), tmp_path / "plain"
+def plain_folder(tmp_path):
+    """A folder with plain experts."""
+    model, path = make_moe(), tmp_path / "plain"
     path.mkdir()
     tensors = {
         "router.weight": model.router.weight,
@@ -54,14 +52,14 @@ def plain(tmp_path):
     return path
 
 
-def test_an_optimizer_that_has_the_old_parameters_says_so(low, plain):
-    model = moe(1)
+def test_an_optimizer_of_replaced_parameters_raises(quantized_folder, plain_folder):
+    model = make_moe(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    checkpoint.load(model, plain)
+    checkpoint.load(model, plain_folder)
     model(torch.randn(4, HIDDEN, dtype=BF16)).sum().backward()
     optimizer.step()
-    assert not torch.equal(model.experts.down.weight, moe().experts.down.weight)
-    checkpoint.load(model, low)
+    assert not torch.equal(model.experts.down.weight, make_moe().experts.down.weight)
+    checkpoint.load(model, quantized_folder)
     with pytest.raises(
         RuntimeError, match="checkpoint.load replaced.*Make the optimizer after checkpoint.load"
     ):
@@ -69,44 +67,54 @@ def test_an_optimizer_that_has_the_old_parameters_says_so(low, plain):
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_masters_of_old_values_do_not_come_back(low, plain):
-    model = moe(1)
+def train_step(model, optimizer):
+    model(torch.randn(4, HIDDEN, dtype=BF16)).sum().backward()
+    optimizer.step()
 
-    def step(optimizer):
-        model(torch.randn(4, HIDDEN, dtype=BF16)).sum().backward()
-        optimizer.step()
 
-    optimizer = grouped.optim.AdamW(model.parameters(), lr=0.1, master_weights=True)
-    step(optimizer)
-    checkpoint.load(model, plain)
+def adamw(parameters):
+    return grouped.optim.AdamW(parameters, lr=0.1, master_weights=True)
+
+
+def test_masters_of_old_values_raise(plain_folder):
+    model = make_moe(1)
+    optimizer = adamw(model.parameters())
+    train_step(model, optimizer)
+    checkpoint.load(model, plain_folder)
+    message = "a master of a parameter .* checkpoint.load wrote.*Make the optimizer after"
     for _ in range(2):
-        with pytest.raises(
-            RuntimeError,
-            match="a master of a parameter .* checkpoint.load wrote.*Make the optimizer after",
-        ):
-            step(optimizer)
-    assert_same_bytes(model.experts.down.weight.detach(), moe().experts.down.weight.detach())
-    for parameters in (model.router.parameters(), model.experts.parameters()):
-        optimizer = grouped.optim.AdamW(parameters, lr=0.1, master_weights=True)
-        step(optimizer)
-        checkpoint.load(model, plain)
-        with pytest.raises(RuntimeError, match="a master of a parameter"):
-            step(optimizer)
-    again = grouped.optim.AdamW(model.parameters(), lr=0.1, master_weights=True)
-    step(again)
-    step(again)
-    # A state that belongs to the values: a resumed training.
+        with pytest.raises(RuntimeError, match=message):
+            train_step(model, optimizer)
+    assert_same_bytes(model.experts.down.weight.detach(), make_moe().experts.down.weight.detach())
+
+
+@pytest.mark.parametrize("name", ["router", "experts"])
+def test_masters_of_some_old_values_raise(name, plain_folder):
+    model = make_moe(1)
+    optimizer = adamw(getattr(model, name).parameters())
+    train_step(model, optimizer)
+    checkpoint.load(model, plain_folder)
+    with pytest.raises(RuntimeError, match="a master of a parameter"):
+        train_step(model, optimizer)
+
+
+def test_masters_that_belong_to_a_loaded_state_are_used(plain_folder):
+    """A resumed training loads the values that belong to the masters."""
+    model = make_moe(1)
+    optimizer = adamw(model.parameters())
+    train_step(model, optimizer)
+    train_step(model, optimizer)
     trained = {name: t.detach().clone() for name, t in model.state_dict().items()}
-    checkpoint.load(model, plain)
+    checkpoint.load(model, plain_folder)
     model.load_state_dict(trained)
-    step(again)
+    train_step(model, optimizer)
 
 
-def test_parameters_that_are_computed(low, plain):
-    model = moe(1)
+def test_parametrized_parameters(quantized_folder, plain_folder):
+    model = make_moe(1)
     parametrize.register_parametrization(model.experts.down, "weight", nn.Identity())
-    for path in (low, plain):
-        refused(
+    for path in (quantized_folder, plain_folder):
+        assert_refused(
             model,
             path,
             ValueError,
@@ -115,7 +123,7 @@ def test_parameters_that_are_computed(low, plain):
 
 
 def test_wrappers_of_experts_are_not_experts():
-    """PEFT's pass the attributes of experts on, and hold no parameter of theirs."""
+    """PEFT's wrappers pass attributes on to the experts, and hold no parameters of their own."""
 
     class Experts(nn.Module):
         has_gate, is_transposed = True, False
@@ -142,19 +150,21 @@ def test_wrappers_of_experts_are_not_experts():
     ]
 
 
-def test_parameters_of_bitsandbytes(low, plain):
-    model = moe(1)
+def test_parameters_of_bitsandbytes(quantized_folder, plain_folder):
+    model = make_moe(1)
     theirs = type("Params4bit", (nn.Parameter,), {})
     model.experts.down.weight = theirs(model.experts.down.weight.detach())
-    for path in (low, plain):
-        refused(model, path, ValueError, "cannot fill experts.down.weight: bitsandbytes holds it")
+    for path in (quantized_folder, plain_folder):
+        assert_refused(
+            model, path, ValueError, "cannot fill experts.down.weight: bitsandbytes holds it"
+        )
 
 
-def test_offloaded_parameters(low, plain):
+def test_offloaded_parameters(quantized_folder, plain_folder):
     accelerate = pytest.importorskip("accelerate")
-    model = accelerate.cpu_offload(moe(1))
+    model = accelerate.cpu_offload(make_moe(1))
     before = [(p, p.device) for p in model.parameters()]
-    for path in (low, plain):
+    for path in (quantized_folder, plain_folder):
         with pytest.raises(ValueError, match="cannot fill .*: a hook of accelerate offloads it"):
             checkpoint.load(model, path)
     assert all(
@@ -165,55 +175,59 @@ def test_offloaded_parameters(low, plain):
     with pytest.raises(
         ValueError, match="cannot fill router.weight: a hook of accelerate offloads it"
     ):
-        checkpoint.load(model, low)
+        checkpoint.load(model, quantized_folder)
 
 
-def test_experts_of_transformers(tmp_path):
-    """Prepared ones are loaded over, as plain ones; those that PEFT adds to keep the weight that it
-    knows.
-    """
+@pytest.fixture
+def make_qwen3():
+    """A function that returns a small model of transformers with grouped experts."""
     pytest.importorskip("transformers")
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from grouped.integrations.transformers import prepare, register
+    from grouped.integrations.transformers import register
 
     register()
-    sizes = {
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "intermediate_size": 32,
-        "num_experts": 4,
-    }
-    few = {
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 64,
-    }
-    config = Qwen3MoeConfig(**sizes, **few, num_experts_per_tok=2, tie_word_embeddings=True)
+    config = Qwen3MoeConfig(
+        hidden_size=64,
+        moe_intermediate_size=32,
+        intermediate_size=32,
+        num_experts=4,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=64,
+        num_experts_per_tok=2,
+        tie_word_embeddings=True,
+    )
     config._experts_implementation = "grouped_bf16"
+    return lambda: Qwen3MoeForCausalLM(config).bfloat16().eval()
 
-    def model():
-        return Qwen3MoeForCausalLM(config).bfloat16().eval()
 
-    source, want, prepared = model(), model(), model()
-    checkpoint.save(source, tmp_path / "low", "modelopt")
+def test_prepared_experts_of_transformers_are_loaded_over(make_qwen3, tmp_path):
+    from grouped.integrations.transformers import prepare
+
+    source, want, prepared = make_qwen3(), make_qwen3(), make_qwen3()
+    checkpoint.save(source, tmp_path, "modelopt")
     prepare(prepared, grouped.NVFP4())
     ids = torch.arange(12)[None]
     with torch.no_grad():
-        for other in (want, prepared):
-            assert len(checkpoint.load(other, tmp_path / "low").layouts) == 2
+        for model in (want, prepared):
+            assert len(checkpoint.load(model, tmp_path).layouts) == 2
         assert_same_bytes(prepared(ids).logits, want(ids).logits)
+
+
+def test_experts_with_a_peft_adapter_keep_their_weight(make_qwen3, tmp_path):
     peft = pytest.importorskip("peft")
+    checkpoint.save(make_qwen3(), tmp_path, "modelopt")
     targets = peft.LoraConfig(
         target_modules=[], target_parameters=["mlp.experts.gate_up_proj"], r=4
     )
-    adapted = peft.get_peft_model(model(), targets)
+    adapted = peft.get_peft_model(make_qwen3(), targets)
     rename = {r"base_model\.model\.": "", r"\.base_layer": ""}
-    refused(
+    assert_refused(
         adapted,
-        tmp_path / "low",
+        tmp_path,
         KeyError,
         "load the checkpoint before get_peft_model",
         rename=rename,
@@ -229,27 +243,25 @@ def mesh():
 
 
 @pytest.mark.distributed
-def test_loaded_modules_are_converted_afterwards(mesh, plain):
-    """``Module.to`` swaps DTensors and GroupedTensors, which PyTorch refuses if somebody has a weak
-    reference to one.
-    """
-    quantized, sharded = moe(1), moe(1)
+def test_loaded_modules_can_be_converted(mesh, plain_folder):
+    """``Module.to`` swaps DTensors and GroupedTensors, which weak references would prevent."""
+    quantized, sharded = make_moe(1), make_moe(1)
     grouped.prepare(quantized, grouped.NVFP4())
     fully_shard(sharded, mesh=mesh)
     for model in (quantized, sharded):
-        checkpoint.load(model, plain)
+        checkpoint.load(model, plain_folder)
         assert model.to(torch.float16).experts.down.weight.dtype == torch.float16
 
 
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore:When using")
-def test_one_process_of_fully_shard(mesh, low, plain):
-    """FSDP2 replaces the parameters of its modules, the guard of FullyShardedDataParallel refuses."""
-    for path in (plain, low):
-        want = moe(1)
+def test_fully_shard_in_one_process(mesh, quantized_folder, plain_folder):
+    """FSDP2 replaces the parameters of its modules."""
+    for path in (plain_folder, quantized_folder):
+        want = make_moe(1)
         checkpoint.load(want, path)
         for is_called in (False, True):
-            model = moe(2)
+            model = make_moe(2)
             fully_shard(model.experts, mesh=mesh)
             fully_shard(model, mesh=mesh)
             x = torch.randn(4, HIDDEN, dtype=BF16)
@@ -258,101 +270,119 @@ def test_one_process_of_fully_shard(mesh, low, plain):
                     model(x)
                 checkpoint.load(model, path)
                 assert_same_bytes(model(x), want(x))
-    model = FullyShardedDataParallel(moe(1), use_orig_params=True, device_id=torch.device("cpu"))
-    with pytest.raises(ValueError, match="FullyShardedDataParallel keeps it in a flat parameter"):
-        checkpoint.load(model, low, rename={r"_fsdp_wrapped_module\.": ""})
 
 
 @pytest.mark.distributed
-def test_parameters_that_cannot_be_replaced(mesh, low, tmp_path):
-    """DTensors that another module shares, and transposed experts of FSDP2, whose parameters would
-    change their shape.
-    """
-    model = nn.ModuleDict(dict(moe(1).named_children()))
+@pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore:When using")
+def test_fsdp1_is_refused(mesh, quantized_folder):
+    model = FullyShardedDataParallel(
+        make_moe(1), use_orig_params=True, device_id=torch.device("cpu")
+    )
+    message = "FullyShardedDataParallel keeps it in a flat parameter"
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(model, quantized_folder, rename={r"_fsdp_wrapped_module\.": ""})
+
+
+@pytest.mark.distributed
+def test_shared_dtensors_are_not_replaced(mesh, quantized_folder):
+    model = nn.ModuleDict(dict(make_moe(1).named_children()))
     experts = model.experts
     for layer in (experts.gate_up, experts.down):
         layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
     model.other = nn.Module()
     model.other.weight = experts.down.weight
     before = list(model.parameters())
-    with pytest.raises(
-        ValueError, match="cannot replace experts.down.weight: other modules share it"
-    ):
-        checkpoint.load(model, low)
+    message = "cannot replace experts.down.weight: other modules share it"
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(model, quantized_folder)
     del model.other
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
-    checkpoint.load(model, low)
+    checkpoint.load(model, quantized_folder)
     assert isinstance(model.experts.down.weight.to_local(), grouped.GroupedTensor)
 
-    def transposed():
-        module = nn.Module()
-        module.has_gate = module.is_transposed = True
-        module.gate_up_proj, module.down_proj = (
-            nn.Parameter(torch.ones(2, 64, n)) for n in (128, 64)
-        )
-        return nn.ModuleDict({"x": module})
 
-    checkpoint.save(transposed(), tmp_path / "stacked", "modelopt", stacked=True)
-    sharded = transposed()
-    fully_shard(sharded.x, mesh=mesh)
-    with pytest.raises(
-        ValueError,
-        match=r"x.gate_up_proj has the shape \(2, 64, 128\) under fully_shard, but \(2, 128, 64\) when quantized",
-    ):
-        checkpoint.load(sharded, tmp_path / "stacked")
-    assert sharded.x.is_transposed and (sharded.x.down_proj.to_local() == 1).all()
+def transposed_experts():
+    """Return a module whose experts store (E, K, N), as transformers does for gpt-oss."""
+    module = nn.Module()
+    module.has_gate = module.is_transposed = True
+    module.gate_up_proj, module.down_proj = (nn.Parameter(torch.ones(2, 64, n)) for n in (128, 64))
+    return nn.ModuleDict({"x": module})
 
 
 @pytest.mark.distributed
-def test_rows_of_a_rank(rank=3):
-    """Groups that a mesh of two dimensions cuts in both orders, as parallel styles do, and
-    unevenly.
-    """
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
-    try:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-        dp, ep = divmod(rank, 2)
-        whole = torch.arange(8.0)[:, None, None].expand(8, 2, 2).contiguous()
-        for placements, start, count in (
-            ([Shard(0), Replicate()], 4 * dp, 4),
-            ([Replicate(), Shard(0)], 4 * ep, 4),
-            ([Shard(0), Shard(0)], 4 * dp + 2 * ep, 2),
-        ):
-            p = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-            assert local_rows(p) == range(start, start + count)
-            assert p.to_local().flatten()[::4].tolist() == list(range(start, start + count))
-        assert (
-            local_rows(distribute_tensor(whole, mesh, [Shard(1), Replicate()], src_data_rank=None))
-            is None
+def test_transposed_experts_of_fsdp_are_not_replaced(mesh, tmp_path):
+    """Their quantized parameters would have another shape."""
+    checkpoint.save(transposed_experts(), tmp_path, "modelopt", stacked=True)
+    sharded = transposed_experts()
+    fully_shard(sharded.x, mesh=mesh)
+    message = (
+        r"x.gate_up_proj has the shape \(2, 64, 128\) under fully_shard, "
+        r"but \(2, 128, 64\) when quantized"
+    )
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(sharded, tmp_path)
+    assert sharded.x.is_transposed and (sharded.x.down_proj.to_local() == 1).all()
+
+
+@pytest.fixture
+def two_by_two():
+    """A mesh of two dimensions, on rank 3 of a fake group of four."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("placements", "rows"),
+    [
+        ([Shard(0), Replicate()], range(4, 8)),
+        ([Replicate(), Shard(0)], range(4, 8)),
+        ([Shard(0), Shard(0)], range(6, 8)),
+        ([Shard(1), Replicate()], None),
+    ],
+)
+def test_local_rows_of_a_mesh(placements, rows, two_by_two):
+    weight = torch.arange(8.0)[:, None, None].expand(8, 2, 2).contiguous()
+    p = distribute_tensor(weight, two_by_two, placements, src_data_rank=None)
+    assert local_rows(p) == rows
+    if rows is not None:
+        assert p.to_local().flatten()[::4].tolist() == list(rows)
+
+
+@pytest.mark.distributed
+def test_local_rows_of_fsdp_around_expert_parallelism(two_by_two):
+    """The dimensions of the mesh cut the groups in the order of the parallel styles."""
+    experts = GroupedMLP(8, HIDDEN, INNER, dtype=BF16)
+    for layer in (experts.gate_up, experts.down):
+        weight = distribute_tensor(
+            layer.weight.detach(), two_by_two["ep"], [Shard(0)], src_data_rank=None
         )
-        experts = GroupedMLP(8, HIDDEN, INNER, dtype=BF16)
-        for layer in (experts.gate_up, experts.down):
-            part = distribute_tensor(
-                layer.weight.detach(), mesh["ep"], [Shard(0)], src_data_rank=None
-            )
-            layer.weight = nn.Parameter(part)
-        fully_shard(experts, mesh=mesh["dp"])
-        assert local_rows(experts.down.weight) == range(4 * ep + 2 * dp, 4 * ep + 2 * dp + 2)
-        odd = distribute_tensor(whole[:5], mesh["ep"], [Shard(0)], src_data_rank=None)
-        assert local_rows(odd) == (range(3, 5) if ep else range(3))
-    finally:
-        dist.destroy_process_group()
+        layer.weight = nn.Parameter(weight)
+    fully_shard(experts, mesh=two_by_two["dp"])
+    assert local_rows(experts.down.weight) == range(6, 8)
 
 
-def test_quantized_weights_that_are_trained_are_not_replaced_by_frozen_ones(low, plain):
-    model = moe(1)
+@pytest.mark.distributed
+def test_local_rows_of_an_uneven_shard(two_by_two):
+    p = distribute_tensor(torch.ones(5, 2, 2), two_by_two["ep"], [Shard(0)], src_data_rank=None)
+    assert local_rows(p) == range(3, 5)
+
+
+def test_trained_quantized_weights_are_not_replaced(quantized_folder, plain_folder):
+    model = make_moe(1)
     grouped.prepare(model, grouped.NVFP4(), trainable=True)
     before = {name: (p, p._version) for name, p in model.named_parameters()}
     with pytest.raises(
         ValueError, match="gate_up.weight is quantized and requires gradients.*requires_grad_"
     ):
-        checkpoint.load(model, low)
+        checkpoint.load(model, quantized_folder)
     assert all(
         p is before[name][0] and p._version == before[name][1]
         for name, p in model.named_parameters()
     )
-    checkpoint.load(model, plain)
+    checkpoint.load(model, plain_folder)
     assert model.experts.down.weight.requires_grad
     for p in model.experts.parameters():
         p.requires_grad_(False)
-    checkpoint.load(model, low)
+    checkpoint.load(model, quantized_folder)

@@ -121,7 +121,7 @@ def test_recomputation_with_frozen_quantized_weights(recipe):
 
 
 def test_recomputation_refuses_stochastic_rounding():
-    with pytest.raises(ValueError, match="recompute would not make again"):
+    with pytest.raises(ValueError, match="recompute=True cannot reproduce"):
         stochastic = grouped.NVFP4(stochastic_rounding=True)
         make_moe(recipes.Recipe(stochastic, WEIGHT_FORMAT, stochastic), recompute=True)
 

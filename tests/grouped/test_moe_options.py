@@ -217,7 +217,7 @@ SIZES = {"hidden_size": H, "intermediate_size": WIDTH, "num_experts": E, "top_k"
         ),
         ({"renormalize": "no"}, TypeError, "renormalize must be a bool, got 'no'"),
         ({"activation": 3}, TypeError, "activation must be a name such as 'swiglu'"),
-        ({"activation": "silu", "interleaved": True}, ValueError, "interleaved is of gated"),
+        ({"activation": "silu", "interleaved": True}, ValueError, "interleaved=True needs a gated"),
     ],
 )
 def test_construction_refuses(change, error, message):

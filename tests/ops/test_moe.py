@@ -7,6 +7,7 @@ import grouped
 from cute_kernels import backend
 from cute_kernels.kernels.moe.config import RoutingConfig
 from cute_kernels.ops import gather_rows as rows
+from cute_kernels.ops.moe import launcher as moe_launcher
 from cute_kernels.runtime.plan_cache import clear_plan_cache
 from ptx_emulator import reset_stats, stats
 from tests.helpers import (
@@ -73,9 +74,12 @@ def test_routing_kernels_have_the_bits_of_the_reference(arch, dtype, monkeypatch
     """One CTA and a cluster, one and several windows of experts, full and partial warp rounds."""
     clear_plan_cache()
     # The race detector follows this many warps.
-    choice = classmethod(lambda cls, ids, pairs: cls(ids, 4 if pairs > 100 else 1, 4))
     if dtype == torch.int64:
-        monkeypatch.setattr(RoutingConfig, "choose", choice)
+        monkeypatch.setattr(
+            moe_launcher,
+            "choose_routing_config",
+            lambda ids, pairs: RoutingConfig(ids, 4 if pairs > 100 else 1, 4),
+        )
     shapes = [*SHAPES[:5], (1100, 2, 40), (1100, 8, 13), (700, 8, 1500), (600, 7, 3)]
     for i, (tokens, top_k, experts) in enumerate(shapes):
         ids = random_expert_ids(tokens, top_k, experts, seed=i, dtype=dtype)

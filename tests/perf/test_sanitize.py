@@ -1,25 +1,28 @@
+import inspect
+
 import pytest
 
 import cute_kernels
 from cute_kernels.kernels.gemm.sm90.config import SM90_TILES
 from perf import sanitize
 
-#: Which argument of an op of a part is a format.
+#: An op of each kernel family, and the name of its argument that is a format.
 OPS = {
-    "quantize": ("grouped_quantize", 1),
-    "m_grouped": ("m_grouped_gemm", 10),
-    "k_grouped": ("k_grouped_gemm", 8),
+    "quantize": ("grouped_quantize", "format"),
+    "m_grouped": ("m_grouped_gemm", "b_format"),
+    "k_grouped": ("k_grouped_gemm", "b_format"),
 }
 
 
 @pytest.mark.parametrize("part", [*OPS])
 def test_parts_run(monkeypatch, capsys, part):
-    name, position = OPS[part]
+    name, argument = OPS[part]
     op, called = getattr(sanitize.ops, name), set()
 
-    def run(*arguments):
-        called.add(arguments[position] if len(arguments) > position else "bfloat16")
-        return op(*arguments)
+    def run(*args, **kwargs):
+        arguments = inspect.signature(op).bind(*args, **kwargs).arguments
+        called.add(arguments.get(argument) or "bfloat16")
+        return op(*args, **kwargs)
 
     monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
     monkeypatch.setattr(sanitize, "_WIDE", 512)

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from cute_kernels.arch import get_arch
 from cute_kernels.formats import Format
 
-from .config import DTYPE_BYTES, DequantizeConfig, Grouping, QuantizeProblem, RowsConfig, TileConfig
+from .config import DequantizeConfig, QuantizeProblem, RowsConfig, TileConfig
 from .pass_config import DbiasConfig
+from .prologue import DTYPE_BYTES, Grouping
 
 RowsConfigT = TypeVar("RowsConfigT", bound=RowsConfig)
 TileConfigT = TypeVar("TileConfigT", bound=TileConfig)

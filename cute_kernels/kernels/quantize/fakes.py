@@ -42,7 +42,7 @@ class FakeBuffers:
         self.fmt = None if format is None else parse(format)
         self.rows = cute.sym_int()
         self.groups = cute.sym_int()
-        self.rows_each = cute.sym_int()
+        self.rows_per_group = cute.sym_int()
         multiple = K_MULTIPLE if self.fmt is None else self.fmt.k_multiple
         self.cols = cute.sym_int(divisibility=multiple)
         self.slot_tiles = cute.sym_int()
@@ -69,7 +69,7 @@ class FakeBuffers:
 
     def _plain(self, dtype: str, cols: Any) -> Any:
         """Return a plain tensor with ``cols`` columns."""
-        lead = (self.groups, self.rows_each) if self.uniform else (self.rows,)
+        lead = (self.groups, self.rows_per_group) if self.uniform else (self.rows,)
         return _compact(DSL_TYPES[dtype], *lead, cols)
 
     def offs(self) -> Any:
@@ -104,7 +104,7 @@ class FakeBuffers:
         width = self.cols
         if self.fmt.element.per_byte > 1:
             width = cute.sym_int(divisibility=self._bytes(self.fmt.k_multiple))
-        return self._pitched(self.rows_each if self.uniform else self.rows, width)
+        return self._pitched(self.rows_per_group if self.uniform else self.rows, width)
 
     def _pitched(self, rows: Any, width: Any) -> Any:
         """Return codes whose rows have an aligned pitch of their own."""

@@ -14,12 +14,9 @@ from cute_kernels.formats.base import FP8_ELEMENTS
 
 from .choose import choose_dequantize_config, choose_tile_config, prefers_rows
 from .config import (
-    DTYPE_BYTES,
     AdamWTileConfig,
     DequantizeConfig,
     GradientConfig,
-    Grouping,
-    Prologue,
     QuantizeProblem,
     RowsConfig,
     TileConfig,
@@ -28,6 +25,7 @@ from .config import (
     ValuesConfig,
 )
 from .pass_config import AdamWConfig, AmaxConfig, DbiasConfig, DelayedConfig, OffsetsConfig
+from .prologue import DTYPE_BYTES, Grouping, Prologue
 
 Config = (
     AdamWConfig

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...kernels.quantize.choose import choose_dequantize_config
-from ...kernels.quantize.config import Grouping
+from ...kernels.quantize.prologue import Grouping
 from ...layout.buffers import code_pitch
 from ...layout.shapes import PITCH_ALIGNMENT
 from ...runtime.allocator import ALIGNMENT

@@ -32,7 +32,7 @@ from .decoded import decodes_first, multiply_decoded
 from .fused_op import MGroupedQuantizeGemm
 from .gathered import gathers_first, multiply_gathered
 from .op import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm
-from .operand_tensors import OperandTensors
+from .operand_tensors import OperandFields, OperandTensors
 from .operands_sm90 import sm90_preparation, values_config
 from .operands_sm100 import sm100_preparation
 
@@ -289,7 +289,7 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
         # Parameters may be views of one flat buffer, at any element of it.
         bias = aligned(bias, PITCH_ALIGNMENT)
         if prepare is not None:
-            a, b = prepare(op, a, b, offs, rows)
+            a, b = prepare(op, OperandTensors(*a), OperandTensors(*b), offs, rows)
         if not config.gathered:
             rows = None
         out, z = outputs if stores_z else (outputs[0], None)
@@ -317,7 +317,7 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
     return run
 
 
-def _is_misaligned(operand: OperandTensors) -> bool:
+def _is_misaligned(operand: OperandFields) -> bool:
     """Return True if a tensor of the operand begins at an address that kernels cannot read."""
     codes, scales, global_scale = operand
     address = codes.data_ptr()
@@ -328,7 +328,7 @@ def _is_misaligned(operand: OperandTensors) -> bool:
     return address % PITCH_ALIGNMENT != 0
 
 
-def _is_addressable(operand: OperandTensors) -> bool:
+def _is_addressable(operand: OperandFields) -> bool:
     """Return True if kernels can read an operand with its strides.
 
     Scale tiles and global scales must be contiguous.
@@ -343,12 +343,11 @@ def _has_pitches(x: Tensor) -> bool:
     return x.stride(-1) == 1 and all(s * size % PITCH_ALIGNMENT == 0 for s in x.stride()[:-1])
 
 
-def _addressable_tensors(operand: OperandTensors) -> OperandTensors:
+def _addressable_tensors(operand: OperandFields) -> OperandFields:
     """Return an operand that kernels can read, copied where needed."""
     codes, *scales = operand
-    return OperandTensors(
-        _addressable(codes), *(None if x is None else readable(x) for x in scales)
-    )
+    block_scales, global_scale = (None if x is None else readable(x) for x in scales)
+    return _addressable(codes), block_scales, global_scale
 
 
 def _addressable(x: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ from ..derivatives import not_differentiable
 from ..format_pairs import check_accumulation, check_pair, check_transforms, is_w4a8
 from ..op import Op
 from ..registration import register
-from .operand_tensors import Operands, OperandTensors
+from .operand_tensors import OperandFields, Operands, OperandTensors
 
 _FP32 = (torch.float32,)
 
@@ -81,16 +81,16 @@ def _scale_positions(
     return 0 if fmt.scale is not None else None, len(names) - 1 if fmt.global_scale else None
 
 
-def _operand_tensors(
+def _operand_fields(
     codes: Tensor,
     scales: list[Tensor] | None,
     block_position: int | None,
     global_position: int | None,
-) -> OperandTensors:
-    """Return the tensors of one operand, given its list of scales and the positions in it."""
+) -> OperandFields:
+    """Return the fields of one operand, given its list of scales and the positions in it."""
     if scales is None:
-        return OperandTensors(codes)
-    return OperandTensors(
+        return codes, None, None
+    return (
         codes,
         None if block_position is None else scales[block_position],
         None if global_position is None else scales[global_position],
@@ -101,11 +101,11 @@ def _read_operands(
     a_positions: tuple[int | None, int | None],
     b_positions: tuple[int | None, int | None],
     op: GroupedGemm,
-) -> Operands:
-    """Return the tensors of both operands of ``op``, given the positions of their scales."""
+) -> tuple[OperandFields, OperandFields]:
+    """Return the fields of both operands of ``op``, given the positions of their scales."""
     return (
-        _operand_tensors(op.a, op.a_scales, *a_positions),
-        _operand_tensors(op.b, op.b_scales, *b_positions),
+        _operand_fields(op.a, op.a_scales, *a_positions),
+        _operand_fields(op.b, op.b_scales, *b_positions),
     )
 
 
@@ -119,10 +119,9 @@ def _reference_operand(
     """Return an operand as the reference backend reads it."""
     if fmt is None:
         return reference.Operand(codes, row_index=index)
-    tensors = _operand_tensors(codes, scales, *_scale_positions(scales, fmt))
-    return reference.Operand(
-        codes, fmt, tensors.block_scales, tensors.global_scale, columnwise, index
-    )
+    fields = _operand_fields(codes, scales, *_scale_positions(scales, fmt))
+    _, block_scales, global_scale = fields
+    return reference.Operand(codes, fmt, block_scales, global_scale, columnwise, index)
 
 
 def _check_row_scales(fmt: Format | None) -> None:
@@ -255,9 +254,10 @@ class GroupedGemm(Op):
 
     def operands(self) -> Operands:
         """Return the tensors of A and of B."""
-        return self.reader()(self)
+        a, b = self.reader()(self)
+        return OperandTensors(*a), OperandTensors(*b)
 
-    def reader(self) -> Callable[[GroupedGemm], Operands]:
+    def reader(self) -> Callable[[GroupedGemm], tuple[OperandFields, OperandFields]]:
         """Return a function that reads the operands of any call with this call's metadata.
 
         The metadata is examined once, here.

@@ -21,6 +21,9 @@ class OperandTensors(NamedTuple):
     global_scale: Tensor | None = None
 
 
+#: The fields of ``OperandTensors`` as a plain tuple, for calls that pass operands to the kernel as
+#: they are. Creating a named tuple takes about 0.3 us.
+OperandFields: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
 #: Both operands of a product, A and B.
 Operands: TypeAlias = tuple[OperandTensors, OperandTensors]
 #: Turns both operands of a call into what a kernel takes: ``(op, a, b, offs, rows) -> (a, b)``,

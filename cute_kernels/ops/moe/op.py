@@ -25,7 +25,7 @@ from ..registration import register
 _INT32, _FP32 = (torch.int32,), (torch.float32,)
 
 
-class Plain(Op):
+class PlainTensorOp(Op):
     """Base class of ops on plain tensors."""
 
     alignment: ClassVar[int] = 16
@@ -33,7 +33,7 @@ class Plain(Op):
 
 @register
 @dataclass
-class ComputeRouting(Plain):
+class ComputeRouting(PlainTensorOp):
     """Sort the rows of tokens by expert, and return the row of each token: a stable counting sort.
 
     Token t has one row for each of its k experts. Rows of expert 0 come first, in the order of
@@ -88,7 +88,7 @@ def _gather_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 @register
 @dataclass
-class MoeGather(Plain):
+class MoeGather(PlainTensorOp):
     """Gather rows of ``x`` by an index: ``out[r] = x[index[r]]``.
 
     Args:
@@ -155,7 +155,7 @@ def _combine_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 @register
 @dataclass
-class MoeCombine(Plain):
+class MoeCombine(PlainTensorOp):
     """Sum each token's weighted rows: ``y[t] = sum over k of weight[t, k] h[row[t, k]]``.
 
     The sum is in fp32, in ascending k from 0 on. Each product and each sum is rounded, with one
@@ -221,7 +221,7 @@ def _activate_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 @register
 @dataclass
-class MoeActivate(Plain):
+class MoeActivate(PlainTensorOp):
     """Apply an activation to the rows of experts, in fp32, rounded once to the dtype of ``x``.
 
     ``cute_kernels.reference.activations`` states the bits.
@@ -264,7 +264,7 @@ class MoeActivate(Plain):
 
 @register
 @dataclass
-class MoeActivateGradient(Plain):
+class MoeActivateGradient(PlainTensorOp):
     """Return the gradient of ``moe_activate``, and of the weights of rows if they are given.
 
     A token's output is the sum of its rows of a second GEMM of the result a of ``moe_activate``,

@@ -15,7 +15,7 @@ from cute_kernels.reference import router as reference
 
 from ..checks import check_tensor, same_device
 from ..registration import register
-from .op import Plain
+from .op import PlainTensorOp
 
 _FP32 = (torch.float32,)
 SCORES = ("softmax", "sigmoid")
@@ -38,7 +38,7 @@ def _backward(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...
 
 @register
 @dataclasses.dataclass
-class MoeRoute(Plain):
+class MoeRoute(PlainTensorOp):
     """Choose the best experts of each token by their logits.
 
     ``cute_kernels.reference.router`` states the bits.
@@ -118,7 +118,7 @@ class MoeRoute(Plain):
 
 @register
 @dataclasses.dataclass
-class MoeRouteGradient(Plain):
+class MoeRouteGradient(PlainTensorOp):
     """Return the gradient of the logits of ``moe_route``.
 
     Args:

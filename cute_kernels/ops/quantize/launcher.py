@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...formats import Format
 from ...kernels.quantize.choose import choose_row_config, choose_tile_config, prefers_rows
-from ...kernels.quantize.config import QuantizeProblem, RowsConfig, TokensConfig
+from ...kernels.quantize.config import QuantizeProblem, RowsConfig, TileConfig, TokensConfig
 from ...kernels.quantize.pass_config import AmaxConfig
 from ...kernels.quantize.prologue import Prologue
 from ...layout.buffers import BufferSpec
@@ -210,7 +210,7 @@ def _tiles(
     blocks_before: tuple[int, int] | None,
 ) -> Runner:
     """Return the runner that computes missing amaxes, then all copies from one read."""
-    config = choose_tile_config(
+    config: TileConfig = choose_tile_config(
         fmt,
         problem,
         launch.arch,
