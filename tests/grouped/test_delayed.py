@@ -404,7 +404,7 @@ def test_delayed_scaling_checks_its_arguments():
 def test_a_layer_made_with_another_recipe_has_no_state():
     layer, x = make_layer(recipes.BF16()), sample(40, K)
     layer.recipe = RECIPE
-    with pytest.raises(RuntimeError, match="make it with this recipe"):
+    with pytest.raises(RuntimeError, match="create the layer with this recipe"):
         layer(x, OFFS)
 
 
