@@ -178,8 +178,8 @@ def test_batches():
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     text = bytes(corpus.train.tolist())
     assert all(
-        bytes([*row.tolist(), last]) in text
-        for row, last in zip(inputs, targets[:, -1], strict=True)
+        bytes([*row.tolist(), last_target]) in text
+        for row, last_target in zip(inputs, targets[:, -1], strict=True)
     )
     # The longest context leaves room for one target.
     short = Corpus(*[torch.arange(4, dtype=U8)] * 2)

@@ -107,8 +107,8 @@ def test_blocks_run(page, tmp_path, monkeypatch):
 @pytest.mark.emulated
 def test_the_emulated_example_gives_the_bits_of_a_tensor_core():
     names = {"cute_kernels": cute_kernels}
-    first, *_, emulated = PAGES["README.md"]
-    exec(smaller("README.md", first.split("layer =")[0] + emulated), names)
+    first_block, *_, emulated = PAGES["README.md"]
+    exec(smaller("README.md", first_block.split("layer =")[0] + emulated), names)
     with cute_kernels.backend("reference:sm_100a"):
         want = grouped.grouped_gemm(names["xq"], names["wq"])
     assert_same_bytes(names["y"], want)

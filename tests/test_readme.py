@@ -20,10 +20,10 @@ def test_ci_runs_the_second_command():
     commands = re.findall(r"```bash\n(.*?)\n```", README, flags=re.DOTALL)
     assert len(commands) == 2
     pattern = re.search(r"grep -m1 '(.*?)' README.md", (ROOT / ".ci" / "run").read_text()).group(1)
-    found = subprocess.run(
+    line = subprocess.run(
         ["grep", "-m1", pattern, "README.md"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert found.stdout.strip() == commands[1]
+    assert line.stdout.strip() == commands[1]
 
 
 @pytest.mark.parametrize("folder", ["cute_kernels", "grouped", "tests", "perf"])

@@ -98,10 +98,10 @@ def main(arguments: list[str]) -> int:
         print(f"{'reader':15} {'folder':30} {'experts':38} {'weights alone':14} block")
         wrong = 0
         for argument in arguments:
-            name, version, at = argument.split("=", 2)
+            name, version, position = argument.split("=", 2)
             if name == "modelopt":
                 same = readers.modelopt(
-                    Path(at), [folder for folder in folders if "modelopt" in folder.name]
+                    Path(position), [folder for folder in folders if "modelopt" in folder.name]
                 )
                 print(
                     f"{name} {version}: it makes config.json of hf_quant_config.json as written: {all(same)}"
@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> int:
                 wrong += not all(same)
                 continue
             for folder, wanted in folders.items():
-                answer = ask(name, at, folder)
+                answer = ask(name, position, folder)
                 right = (answer.block, answer.weight_only, answer.quantized) == (
                     *wanted,
                     [],
@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> int:
                 )
                 wrong += not right
             for folder in [f for f in folders if f.name.startswith("convert")]:
-                if not ask(name, at, without_ignored(folder)).quantized:
+                if not ask(name, position, without_ignored(folder)).quantized:
                     print(
                         f"{name} {version} {folder.name}: WRONG: it asks nothing of modules that are not quantized"
                     )

@@ -77,7 +77,9 @@ def _ask(config: Any, layers: Layers) -> Answer:
     if layers.head is not None:
         plain.append((HEAD, config.get_quant_method(layer("ParallelLMHead", layers.head), HEAD)))
     quantized = [
-        name for name, of in plain if of is not None and "Unquantized" not in type(of).__name__
+        name
+        for name, owner in plain
+        if owner is not None and "Unquantized" not in type(owner).__name__
     ]
     return Answer(type(config).__name__, chosen, weight_only, _block(config), quantized)
 
@@ -89,10 +91,10 @@ def _ask_folder(cls: Any, layers: Layers, folder: Path) -> Answer:
     answer = _ask(cls.from_config(section(folder)), layers)
     older = folder / "hf_quant_config.json"
     if older.exists():
-        other = _ask(cls.from_config(json.loads(older.read_text())), layers)
-        if other != answer:
+        name = _ask(cls.from_config(json.loads(older.read_text())), layers)
+        if name != answer:
             raise AssertionError(
-                f"{folder}: config.json gives {answer}, hf_quant_config.json {other}"
+                f"{folder}: config.json gives {answer}, hf_quant_config.json {name}"
             )
     return answer
 
@@ -160,7 +162,7 @@ def vllm(root: Path, folders: Sequence[Path]) -> list[Answer]:
         head = importlib.import_module(
             "vllm.model_executor.layers.vocab_parallel_embedding"
         ).ParallelLMHead
-        by_name = {
+        layers_value = {
             "modelopt": (modelopt.ModelOptFp8Config, modelopt, head),
             "modelopt_fp4": (modelopt.ModelOptNvFp4Config, modelopt, head),
             "fp8": (fp8.Fp8Config, fp8, None),  # It leaves a head alone.
@@ -168,9 +170,12 @@ def vllm(root: Path, folders: Sequence[Path]) -> list[Answer]:
         }
         answers = []
         for folder in folders:
-            said = section(folder)
-            names = [cls.override_quantization_method(said, None) for cls, *_ in by_name.values()]
-            cls, module, head = by_name[next(filter(None, names), said["quant_method"])]
+            quantized = section(folder)
+            names = [
+                cls.override_quantization_method(quantized, None)
+                for cls, *_ in layers_value.values()
+            ]
+            cls, module, head = layers_value[next(filter(None, names), quantized["quant_method"])]
             nvfp4 = module is not fp8
             layers = Layers(
                 module.RoutedExperts,
@@ -203,7 +208,7 @@ def sglang(root: Path, folders: Sequence[Path]) -> list[Answer]:
         linear = importlib.import_module("sglang.srt.layers.linear").LinearBase
         experts = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton").FusedMoE
         head = importlib.import_module("sglang.srt.layers.vocab_parallel_embedding").ParallelLMHead
-        by_name = {
+        layers_value = {
             "modelopt": modelopt.ModelOptFp4Config,
             "fp8": fp8.Fp8Config,
             "compressed-tensors": compressed.CompressedTensorsConfig,
@@ -219,7 +224,7 @@ def sglang(root: Path, folders: Sequence[Path]) -> list[Answer]:
 
         layers = Layers(experts, linear, head, weight_only)
         return [
-            _ask_folder(by_name[section(folder)["quant_method"]], layers, folder)
+            _ask_folder(layers_value[section(folder)["quant_method"]], layers, folder)
             for folder in folders
         ]
 

@@ -20,9 +20,9 @@ class _StubClass(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = stub(name)
-        setattr(cls, name, made)
-        return made
+        stub_value = stub(name)
+        setattr(cls, name, stub_value)
+        return stub_value
 
     def __getitem__(cls, key: object) -> Any:
         return cls
@@ -66,9 +66,9 @@ class _StubModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = stub(name)
-        setattr(self, name, made)
-        return made
+        stub_value = stub(name)
+        setattr(self, name, stub_value)
+        return stub_value
 
 
 class Package(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -111,8 +111,8 @@ class Package(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         for key, value in self.values.items():
-            of, _, attribute = key.partition(":")
-            if of == module.__name__:
+            attribute_value, _, attribute = key.partition(":")
+            if attribute_value == module.__name__:
                 setattr(module, attribute, value)
 
     def __enter__(self) -> "Package":

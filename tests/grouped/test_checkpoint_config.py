@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from grouped import checkpoint
 from grouped.checkpoint import convert
-from grouped.checkpoint.config import Quantized, check_config, config_files
+from grouped.checkpoint.config import QuantizedWeight, check_config, config_files
 from grouped.checkpoint.layouts import LAYOUTS
 from grouped.nn import MoE
 
@@ -144,13 +144,13 @@ def test_the_configs_of_transformers_know_what_stays_plain(tmp_path):
 
     checkpoint.save(Block(), tmp_path / "a", "deepseek")
     config = said(tmp_path / "a")
-    made = FineGrainedFP8Config.from_dict(config)
-    assert made.modules_to_not_convert == PLAIN and tuple(made.weight_block_size) == (128, 128)
+    loaded = FineGrainedFP8Config.from_dict(config)
+    assert loaded.modules_to_not_convert == PLAIN and tuple(loaded.weight_block_size) == (128, 128)
     assert config["ignored_layers"] == PLAIN and "ignore" not in config
     pytest.importorskip("compressed_tensors")
     checkpoint.save(Block(), tmp_path / "b", "compressed-tensors")
-    made = CompressedTensorsConfig.from_dict(said(tmp_path / "b"))
-    assert made.quantization_config.ignore == PLAIN
+    loaded = CompressedTensorsConfig.from_dict(said(tmp_path / "b"))
+    assert loaded.quantization_config.ignore == PLAIN
 
 
 def test_the_config_of_a_model_names_its_class_and_dtype(tmp_path):
@@ -202,7 +202,7 @@ def test_convert_excludes_a_tied_head_and_drops_what_was_said_before(tmp_path):
 
 
 def test_a_promise_without_its_tensor_is_refused(tmp_path):
-    layout, weights = LAYOUTS["modelopt"], [Quantized("experts.0.down_proj", False)]
+    layout, weights = LAYOUTS["modelopt"], [QuantizedWeight("experts.0.down_proj", False)]
     names = {f"experts.0.down_proj{suffix}" for suffix in layout.suffixes}
     config_files({}, layout, weights, ["router"], names)
     names.remove("experts.0.down_proj.weight_scale_2")
@@ -269,35 +269,43 @@ def test_other_weights_must_be_plain(tmp_path):
 
 
 def test_input_scales_have_the_names_and_values_of_the_layout(tmp_path):
-    module, one = Block(), "model.mlp.experts.0.down_proj"
-    for layout, given, message in (
-        ("deepseek", {f"{one}.input_scale": torch.ones(())}, "layout deepseek has no input scales"),
+    module, projection = Block(), "model.mlp.experts.0.down_proj"
+    for layout, input_scales, message in (
+        (
+            "deepseek",
+            {f"{projection}.input_scale": torch.ones(())},
+            "layout deepseek has no input scales",
+        ),
         (
             "compressed-tensors",
-            {f"{one}.input_scale": torch.ones(())},
+            {f"{projection}.input_scale": torch.ones(())},
             "are called ....input_global_scale, got",
         ),
         (
             "modelopt",
-            {f"{one}.input_scale": torch.tensor(float("nan"))},
+            {f"{projection}.input_scale": torch.tensor(float("nan"))},
             "must be finite and positive, got",
         ),
-        ("modelopt", {f"{one}.input_scale": torch.zeros(())}, "must be finite and positive, got"),
+        (
+            "modelopt",
+            {f"{projection}.input_scale": torch.zeros(())},
+            "must be finite and positive, got",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
-            checkpoint.save(module, tmp_path / "a", layout, input_scales=given)
+            checkpoint.save(module, tmp_path / "a", layout, input_scales=input_scales)
     assert not (tmp_path / "a").exists()
     aliases = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    given = {
+    input_scales = {
         name.replace(p := name.split(".")[-2], aliases[p]): t
         for name, t in scales(".input_scale").items()
     }
-    given["model.q_proj.input_scale"] = torch.ones(())
+    input_scales["model.q_proj.input_scale"] = torch.ones(())
     with pytest.warns(
         UserWarning,
         match="1 input scales are left out, .* not quantized in this file: model.q_proj.input_",
     ):
-        checkpoint.save(module, tmp_path / "a", "modelopt", input_scales=given)
+        checkpoint.save(module, tmp_path / "a", "modelopt", input_scales=input_scales)
     written = {
         name for name in load_file(tmp_path / "a/model.safetensors") if name.endswith("input_scale")
     }
@@ -372,11 +380,11 @@ FP8 = {
 def changed(config, path, value):
     """A copy of a config with another value at a dotted path."""
     copied = json.loads(json.dumps(config))
-    *outer, last = path.split(".")
+    *outer, last_key = path.split(".")
     inner = copied
     for key in outer:
         inner = inner.setdefault(key, {})
-    inner[last] = value
+    inner[last_key] = value
     return copied
 
 
@@ -567,11 +575,11 @@ def test_what_load_does_not_do_is_refused(name, tmp_path):
     module = MoE(64, 64, EXPERTS, 1, dtype=BF16)
     before = module.router.weight.clone()
     checkpoint.save(MoE(64, 64, EXPERTS, 1, dtype=BF16), tmp_path, "modelopt")
-    for place in (
+    for content in (
         {"quantization_config": config},
         {"text_config": {"quantization_config": config}},
     ):
-        (tmp_path / "config.json").write_text(json.dumps(place))
+        (tmp_path / "config.json").write_text(json.dumps(content))
         with pytest.raises(
             ValueError, match=rf"config.json: (text_config.)?quantization_config.*{message}"
         ):

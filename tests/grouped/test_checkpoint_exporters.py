@@ -329,7 +329,7 @@ HINTS = {
             n.replace("down_proj.weight", "down_proj.qweight") if "scale" not in n else n: v
             for n, v in t.items()
         },
-        "none of the layouts modelopt",
+        "no layout of modelopt",
     ),
 }
 

@@ -24,11 +24,11 @@ from grouped.nn import GroupedMLP
 
 
 def mlp(value=1.0):
-    made = GroupedMLP(2, 32, 32, dtype=BF16)
+    module = GroupedMLP(2, 32, 32, dtype=BF16)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in module.parameters():
             parameter.fill_(value)
-    return made
+    return module
 
 
 def source_in(folder):
@@ -46,7 +46,7 @@ def test_the_second_writer_is_refused_at_once(tmp_path):
     folder, source = tmp_path / "a", source_in(tmp_path / "source")
     with files.Writer(folder, 1000) as writer:
         writer.add("x", torch.ones(2))
-        for second in (
+        for write_again in (
             lambda: checkpoint.save(mlp(), folder, "modelopt"),
             lambda: convert.convert(source, folder),
             lambda: files.Writer(folder, 1000),
@@ -55,7 +55,7 @@ def test_the_second_writer_is_refused_at_once(tmp_path):
                 FileExistsError,
                 match=rf"a is in use: process {os.getpid()} on .* remove .*{files.CLAIM}",
             ):
-                second()
+                write_again()
         with pytest.raises(ValueError, match="a is not finished: process"):
             checkpoint.load(mlp(), folder)
         writer.close()
@@ -132,16 +132,16 @@ def test_what_a_crashed_writer_left_is_named(tmp_path):
 
 def test_nothing_loads_before_the_last_file_has_its_name(tmp_path, monkeypatch):
     def watched(name):
-        move, seen = getattr(Path, name), []
+        move, targets = getattr(Path, name), []
 
         def call(self, target):
             with pytest.raises(ValueError, match="not finished"):
                 files.Reader(tmp_path)
-            seen.append(target.name)
+            targets.append(target.name)
             return move(self, target)
 
         monkeypatch.setattr(Path, name, call)
-        return seen
+        return targets
 
     renamed, replaced = watched("rename"), watched("replace")
     checkpoint.save(mlp(), tmp_path, "modelopt", shard_bytes=700)
@@ -161,12 +161,12 @@ def test_a_claim_that_was_removed_is_noticed(tmp_path):
         writer.add("x", torch.ones(2))
         writer.add("y", torch.ones(2))
         (tmp_path / files.CLAIM).unlink()
-        other = files.Writer(tmp_path, 8)
-        other.add("x", torch.zeros(2))
-        other.add("y", torch.zeros(2))
+        other_writer = files.Writer(tmp_path, 8)
+        other_writer.add("x", torch.zeros(2))
+        other_writer.add("y", torch.zeros(2))
         writer.close()
     assert len(list(tmp_path.iterdir())) == 2  # The claim and a file of the other writer.
-    other.close()
+    other_writer.close()
     reader = files.Reader(tmp_path)
     assert not reader["x"].any() and not reader["y"].any()
 

@@ -96,8 +96,8 @@ def state_of():
 @pytest.mark.parametrize("is_async", [False, True])
 def test_checkpoints_keep_the_bytes_of_every_format(tmp_path, is_async):
     """What is staged does not follow later writes."""
-    state, other = state_of(), {name: t.detach() for name, t in state_of().items()}
-    held = {name: bytes_of(t) for name, t in state.items()}
+    state, loaded = state_of(), {name: t.detach() for name, t in state_of().items()}
+    expected = {name: bytes_of(t) for name, t in state.items()}
     if is_async:
         future = dcp.async_save(state, checkpoint_id=tmp_path, no_dist=True)
         with torch.no_grad():
@@ -105,9 +105,9 @@ def test_checkpoints_keep_the_bytes_of_every_format(tmp_path, is_async):
         future.result()
     else:
         dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    dcp.load(other, checkpoint_id=tmp_path, no_dist=True)
-    for name, want in held.items():
-        assert_same_buffers(bytes_of(other[name]), want)
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    for name, want in expected.items():
+        assert_same_buffers(bytes_of(loaded[name]), want)
 
 
 def test_groups_are_cut_and_joined_as_rows_of_a_tensor():

@@ -76,11 +76,11 @@ def module_of(kind, recipe, **options):
 @pytest.mark.parametrize("kind", [linear, mlp, moe], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("name", [*ALL])
 def test_a_step_with_an_overflow_is_skipped(name, kind):
-    for place in ("x", "dy"):
+    for operand in ("x", "dy"):
         for value in VALUES:
             module = module_of(kind, ALL[name])
             assert scaled_step(module, *tensors())[0]  # The calls that follow are replayed.
-            assert not scaled_step(module, *tensors(value, place))[0], (place, value)
+            assert not scaled_step(module, *tensors(value, operand))[0], (operand, value)
             assert scaled_step(module, *tensors())[0]
 
 
@@ -97,8 +97,8 @@ def test_an_overflow_between_the_layers_is_seen(name, kind):
 
 @pytest.mark.parametrize("name", [*ALL])
 def test_only_the_expert_whose_rows_hold_it(name):
-    for place in ("x", "dy"):
-        _, (dw, *_) = scaled_step(module_of(linear, ALL[name]), *tensors(torch.inf, place))
+    for operand in ("x", "dy"):
+        _, (dw, *_) = scaled_step(module_of(linear, ALL[name]), *tensors(torch.inf, operand))
         assert not dw[0].isfinite().all() and dw[1:].isfinite().all()
 
 
@@ -109,9 +109,9 @@ def test_biases_recomputed_layers_and_separate_parameters(name):
         (moe, {"bias": True}),
         (moe, {"recompute": True}),
     ):
-        for place in ("x", "dy"):
+        for operand in ("x", "dy"):
             assert not scaled_step(
-                module_of(make, ALL[name], **options), *tensors(torch.inf, place)
+                module_of(make, ALL[name], **options), *tensors(torch.inf, operand)
             )[0]
 
 
@@ -134,8 +134,8 @@ def test_compiled(name):
         module = module_of(kind, ALL[name])
         function = compile_full_graph(module)
         assert scaled_step(module, *tensors(), function)[0]
-        for place, value in (("x", torch.inf), ("dy", torch.nan), ("dy", -torch.inf)):
-            assert not scaled_step(module, *tensors(value, place), function)[0]
+        for operand, value in (("x", torch.inf), ("dy", torch.nan), ("dy", -torch.inf)):
+            assert not scaled_step(module, *tensors(value, operand), function)[0]
 
 
 @pytest.mark.emulated
@@ -149,8 +149,8 @@ def test_compiled(name):
 def test_on_kernels(name, backend):
     with cute_kernels.backend(backend):
         module = module_of(linear, ALL[name])
-        for place, value in (("x", torch.inf), ("dy", -torch.inf), ("dy", torch.nan)):
-            assert not scaled_step(module, *tensors(value, place))[0]
+        for operand, value in (("x", torch.inf), ("dy", -torch.inf), ("dy", torch.nan)):
+            assert not scaled_step(module, *tensors(value, operand))[0]
 
 
 @pytest.mark.emulated
@@ -186,7 +186,8 @@ def test_rows_that_travel_between_processes_keep_it(fmt, value):
     x, _ = tensors(value, "x")
     y = wire.unpack(wire.pack(x, fmt), K, fmt, torch.float16)
     assert not y[ROW].isfinite().all()
-    others = torch.arange(ROWS) != ROW
+    other_rows = torch.arange(ROWS) != ROW
     assert_all_same(
-        [y[others]], [wire.unpack(wire.pack(tensors()[0], fmt), K, fmt, torch.float16)[others]]
+        [y[other_rows]],
+        [wire.unpack(wire.pack(tensors()[0], fmt), K, fmt, torch.float16)[other_rows]],
     )

@@ -31,7 +31,7 @@ def test_bf16_against_one_expert_at_a_time(name, bias):
     dy = torch.randn_like(y).bfloat16().float()
     leaves = [x, *mlp.parameters()]
     got = torch.autograd.grad(y, leaves, dy)
-    parts = []
+    outputs = []
     for g, (start, end) in enumerate(((0, 13), (13, 13), (13, 35))):
         up_bias = mlp.gate_up.bias[g] if bias else None
         z = F.linear(x[start:end], mlp.gate_up.weight[g], up_bias)
@@ -39,8 +39,8 @@ def test_bf16_against_one_expert_at_a_time(name, bias):
             mlp.activation, z.unflatten(1, (-1, 2)).mT.flatten(1) if interleaved else z
         )
         down_bias = mlp.down.bias[g] if bias else None
-        parts.append(F.linear(hidden, mlp.down.weight[g], down_bias))
-    want = torch.cat(parts)
+        outputs.append(F.linear(hidden, mlp.down.weight[g], down_bias))
+    want = torch.cat(outputs)
     close(y[:35], want)
     assert not y[35:].any()
     for a, b in zip(got, torch.autograd.grad(want, leaves, dy[:35]), strict=True):
@@ -54,7 +54,7 @@ def test_bf16_against_one_expert_at_a_time(name, bias):
 @pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_as_one_function_it_has_the_bits_of_its_layers(recipe, activation, interleaved, bias):
     mlp = mlp_of(recipe, bias=bias, activation=activation, interleaved=interleaved, dtype=BF16)
-    x, dy, seen = sample(40, HIDDEN).requires_grad_(), sample(40, HIDDEN), []
+    x, dy, calls = sample(40, HIDDEN).requires_grad_(), sample(40, HIDDEN), []
 
     def step(first):
         torch.manual_seed(1)
@@ -67,11 +67,11 @@ def test_as_one_function_it_has_the_bits_of_its_layers(recipe, activation, inter
         return [t.clone() for t in (y.detach(), *grads, *state)]
 
     for first in (None, True):
-        one = step(first)
-        mlp.gate_up.register_forward_hook(lambda *_: seen.append(1))
-        assert_all_same(one, step(first))
+        fused = step(first)
+        mlp.gate_up.register_forward_hook(lambda *_: calls.append(1))
+        assert_all_same(fused, step(first))
         mlp.gate_up._forward_hooks.clear()
-    assert len(seen) == 2
+    assert len(calls) == 2
 
 
 def test_no_tokens():

@@ -86,15 +86,15 @@ print(grouped.quantize(torch.ones(2, 16, 32), grouped.NVFP4(block=(16, 16)))._st
 
 def test_another_process(monkeypatch):
     """Importing this leaves the compiler alone; what its caches know a tensor by is the same."""
-    found = [
+    weights = [
         weight(),
         weight((2, 32, 32)),
         weight(fmt=grouped.NVFP4()),
         weight(columnwise=True),
         weight().prepack(),
     ]
-    found += [weight().bfloat16(), weight().requires_grad_(), weight().to("meta")]
-    hashes = [q._stable_hash_for_caching() for q in found]
+    weights += [weight().bfloat16(), weight().requires_grad_(), weight().to("meta")]
+    hashes = [q._stable_hash_for_caching() for q in weights]
     assert len(set(hashes)) == len(hashes)
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert run_python(PROCESS).split() == ["[]", hashes[0]]

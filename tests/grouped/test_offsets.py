@@ -86,10 +86,8 @@ def test_unchecked_offs_are_clamped(wild, tame):
     """
     x = sample(ROWS, 32)
     with unchecked_end_rows():
-        made = (
-            grouped.quantize(x, FORMATS["1x16"], offs=offs) for offs in (torch.tensor(wild), tame)
-        )
-        got, want = (t.dequantize() for t in made)
+        q = (grouped.quantize(x, FORMATS["1x16"], offs=offs) for offs in (torch.tensor(wild), tame))
+        got, want = (t.dequantize() for t in q)
     assert_same_bytes(got, want)
     with pytest.raises(ValueError, match="offs must"):
         grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor(wild))
@@ -187,11 +185,9 @@ def test_offs_without_values_are_not_read():
 
 
 def test_a_tensor_of_a_file_has_its_offs_checked():
-    made = grouped.quantize(X, grouped.FP8(), offs=[7, 7, 33])
+    q = grouped.quantize(X, grouped.FP8(), offs=[7, 7, 33])
     with pytest.raises(ValueError, match="offs must end within the 40 rows of the tensor, got 41"):
-        grouped.GroupedTensor(
-            made.shape, made.dtype, made.format, offs_tensor(7, 7, 41), made.rowwise, None
-        )
+        grouped.GroupedTensor(q.shape, q.dtype, q.format, offs_tensor(7, 7, 41), q.rowwise, None)
 
 
 @pytest.fixture
@@ -214,9 +210,9 @@ def recorded(monkeypatch):
     ],
 )
 def test_offs_of_a_device_are_checked_when_asked(recorded, bad, message):
-    with grouped.inspect.check_offsets() as found:
+    with grouped.inspect.check_offsets() as checks:
         LINEAR(X, offs_tensor(7, 7, 33))
-        found.check()
+        checks.check()
         ops.grouped_amax(X, offs_tensor(*bad))
         line = inspect.currentframe().f_lineno - 1
         LINEAR(X, offs_tensor(9, 8, 7))
@@ -226,8 +222,8 @@ def test_offs_of_a_device_are_checked_when_asked(recorded, bad, message):
                 message, "offs of 3 groups", f"{__file__}:{line}", "grouped.compute_offsets"
             ),
         ):
-            found.check()
-        found.check()
+            checks.check()
+        checks.check()
     with (
         pytest.raises(ValueError, match=message),
         grouped.inspect.check_offsets(),
@@ -276,7 +272,7 @@ def test_a_quantized_tensor_owns_its_boundaries():
     before = xq.dequantize()
     offs.fill_(3)
     assert_same_bytes(xq.dequantize(), before)
-    second = offs_tensor(1, 2, 3)
-    grouped.quantize(x, FORMATS["1x16"], offs=second, out=xq)
+    next_offs = offs_tensor(1, 2, 3)
+    grouped.quantize(x, FORMATS["1x16"], offs=next_offs, out=xq)
     xq.offs.zero_()
-    assert offs.tolist() == [3, 3, 3] and second.tolist() == [1, 2, 3]
+    assert offs.tolist() == [3, 3, 3] and next_offs.tolist() == [1, 2, 3]

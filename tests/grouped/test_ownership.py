@@ -219,7 +219,7 @@ def test_the_message_names_the_parameter():
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, grouped.optim.AdamW])
 def test_an_optimizer_of_replaced_parameters_raises_at_its_next_step(make):
     model = model_of()
-    old, other = make(model.parameters(), lr=0.1), make(model[1].parameters(), lr=0.1)
+    old, other_optimizer = make(model.parameters(), lr=0.1), make(model[1].parameters(), lr=0.1)
     parameter = first(model).weight
     first(model).weight = nn.Parameter(parameter.detach() * 2)
     retire([parameter], "prepare()")
@@ -227,7 +227,7 @@ def test_an_optimizer_of_replaced_parameters_raises_at_its_next_step(make):
         RuntimeError, match=r"holds a parameter of shape \(2, 64, 32\) that prepare\(\) replaced"
     ):
         old.step()
-    other.step()
+    other_optimizer.step()
     make(model.parameters(), lr=0.1).step()
 
 

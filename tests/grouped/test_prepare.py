@@ -99,11 +99,11 @@ def test_quantized_weights_train_by_our_optimizer(recipe, fmt):
 @each_pair
 def test_gradients_pass_frozen_experts_with_a_columnwise_copy(recipe, fmt):
     model = moe_of(recipe).eval()
-    other = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     grouped.prepare(model, fmt, columnwise=True)
-    grouped.prepare(other, fmt, trainable=True)
+    grouped.prepare(copied, fmt, trainable=True)
     gradients, rows = [], sample(20, 64)
-    for m in (model, other):
+    for m in (model, copied):
         x = rows.clone().requires_grad_()
         m(x).float().square().sum().backward()
         gradients.append(x.grad)
@@ -167,15 +167,15 @@ def test_the_plain_weights_are_gone():
     model = moe_of(recipes.FP8Block()).eval()
     with torch.no_grad():
         model(sample(9, 64))  # So that layers keep quantized weights.
-    held = [weakref.ref(w) for w in weights_of(model)]
-    held += [
+    references = [weakref.ref(w) for w in weights_of(model)]
+    references += [
         weakref.ref(layer._cached_weight)
         for layer in model.modules()
         if isinstance(layer, GroupedLinear)
     ]
     grouped.prepare(model)
     gc.collect()
-    assert not any(ref() is not None for ref in held)
+    assert not any(ref() is not None for ref in references)
 
 
 def test_what_frameworks_note_on_a_parameter_stays():
@@ -193,17 +193,17 @@ def test_tied_weights_stay_tied():
         [GroupedLinear(2, 64, 64, recipe=recipes.FP8Block(), dtype=BF16) for _ in range(2)]
     )
     model[1].weight = model[0].weight
-    other = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     assert grouped.prepare(model) == 2 and model[0].weight is model[1].weight
-    other[1].recipe = recipes.MXFP8()
+    copied[1].recipe = recipes.MXFP8()
     with pytest.raises(ValueError, match="layers with other recipes share it"):
-        grouped.prepare(other)
-    other[1].recipe, other.head = other[0].recipe, nn.ParameterList([other[0].weight])
+        grouped.prepare(copied)
+    copied[1].recipe, copied.head = copied[0].recipe, nn.ParameterList([copied[0].weight])
     with pytest.raises(
         ValueError, match=r"prepare\(\) cannot replace 0\.weight: other modules share it"
     ):
-        grouped.prepare(other)
-    assert all_plain(other)
+        grouped.prepare(copied)
+    assert all_plain(copied)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, grouped.optim.AdamW])
@@ -353,12 +353,14 @@ def test_prepared_weights_train_sharded_with_their_masters(mesh):
     """``fully_shard`` makes other parameters: the masters follow by name."""
     x, model, masters = sample(20, 64), moe_of(recipes.FP8Block()), {}
     grouped.prepare(model, trainable=True, masters=masters)
-    other = copy.deepcopy(model)
-    by_name = {name: masters[p] for name, p in model.named_parameters() if p in masters}
-    fully_shard(other, mesh=mesh)
+    copied = copy.deepcopy(model)
+    masters_by_name = {name: masters[p] for name, p in model.named_parameters() if p in masters}
+    fully_shard(copied, mesh=mesh)
     results = []
-    for m in (model, other):
-        named = {p: by_name[name] for name, p in m.named_parameters() if name in by_name}
+    for m in (model, copied):
+        named = {
+            p: masters_by_name[name] for name, p in m.named_parameters() if name in masters_by_name
+        }
         optimizer = grouped.optim.AdamW(m.parameters(), lr=1e-2, masters=named)
         for _ in range(2):
             m(x).float().square().mean().backward()
@@ -366,5 +368,5 @@ def test_prepared_weights_train_sharded_with_their_masters(mesh):
             optimizer.zero_grad()
         with torch.no_grad():
             results.append(m(x))
-    assert len(by_name) == 4
+    assert len(masters_by_name) == 4
     assert_same_bytes(*results)

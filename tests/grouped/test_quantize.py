@@ -84,20 +84,24 @@ def test_members_equal_tensors_quantized_alone(splits, name):
         x.flatten(), fmt, shapes=[(rows, k) for rows in splits], columnwise=True
     )
     assert xq.num_groups == shaped.num_groups == len(splits)
-    for way in ("rowwise", "columnwise"):
-        values = shaped.dequantize(F32, way).view_as(x)
-        assert_same_bytes(values, xq.dequantize(F32, way))
+    for direction in ("rowwise", "columnwise"):
+        values = shaped.dequantize(F32, direction).view_as(x)
+        assert_same_bytes(values, xq.dequantize(F32, direction))
         assert not values[ends[-1] :].any()
     for g, (rows, end) in enumerate(zip(splits, ends, strict=True)):
-        part = x[end - rows : end].contiguous()
+        rows_of_group = x[end - rows : end].contiguous()
         got = xq.member(g)
         assert_same_member(shaped.member(g), got)
         assert {n: (tuple(t.shape), t.dtype) for n, t in vars(got).items()} == MEMBERS[name](
             rows, k
         )
-        assert_same_member(got, grouped.quantize(part, fmt, offs=[rows], columnwise=True).member(0))
+        assert_same_member(
+            got, grouped.quantize(rows_of_group, fmt, offs=[rows], columnwise=True).member(0)
+        )
         if rows:
-            assert_same_member(got, grouped.quantize(part[None], fmt, columnwise=True).member(0))
+            assert_same_member(
+                got, grouped.quantize(rows_of_group[None], fmt, columnwise=True).member(0)
+            )
 
 
 @pytest.mark.parametrize("name", [*EVERY_FORMAT])
@@ -111,7 +115,10 @@ def test_members_decode_to_what_dequantize_gives(uniform, name):
     for direction, suffix in (("rowwise", ""), ("columnwise", "_t")):
         decoded = xq.dequantize(F32, direction).view(3, rows, cols)
         for got, m in zip(decoded, xq.unbind(), strict=True):
-            codes, scales = (getattr(m, f"{part}{suffix}", None) for part in ("codes", "scales"))
+            codes, scales = (
+                getattr(m, f"{rows_of_group}{suffix}", None)
+                for rows_of_group in ("codes", "scales")
+            )
             if name in FORMATS:
                 values = decode_member(
                     codes, scales, getattr(m, f"amax{suffix}"), rows if suffix else cols
@@ -140,17 +147,17 @@ def test_one_direction(direction, fmt):
     xq = grouped.quantize(
         x, fmt, offs=[10, 40], rowwise=direction == "rowwise", columnwise=direction == "columnwise"
     )
-    both = grouped.quantize(x, fmt, offs=[10, 40], columnwise=True)
-    other = "columnwise" if direction == "rowwise" else "rowwise"
-    assert getattr(xq, other) is None
-    assert_all_same(getattr(xq, direction), getattr(both, direction))
-    assert_same_bytes(xq.dequantize(), both.dequantize(direction=direction))
+    two_directions = grouped.quantize(x, fmt, offs=[10, 40], columnwise=True)
+    missing = "columnwise" if direction == "rowwise" else "rowwise"
+    assert getattr(xq, missing) is None
+    assert_all_same(getattr(xq, direction), getattr(two_directions, direction))
+    assert_same_bytes(xq.dequantize(), two_directions.dequantize(direction=direction))
     assert xq.amax is getattr(getattr(xq, direction), "amax", None)
     member = xq.member(0)
     assert (member.codes is None) == (direction == "columnwise")
     assert (member.codes_t is None) == (direction == "rowwise")
-    with pytest.raises(RuntimeError, match=f"no {other} copy"):
-        xq.dequantize(direction=other)
+    with pytest.raises(RuntimeError, match=f"no {missing} copy"):
+        xq.dequantize(direction=missing)
 
 
 def test_member_indices():
@@ -182,14 +189,14 @@ def test_dequantize_rounds_once(fmt, dtype):
 
 @every_format
 def test_out_reuses_the_storage_with_other_boundaries(fmt):
-    first, second = sample(70, 32), sample(70, 32)
-    out = grouped.quantize(first, fmt, offs=[10, 20, 70], columnwise=True)
+    x, y = sample(70, 32), sample(70, 32)
+    out = grouped.quantize(x, fmt, offs=[10, 20, 70], columnwise=True)
     view = out.detach()
-    held = [t.data_ptr() for t in (*out.rowwise, *out.columnwise, out.offs)]
-    got = grouped.quantize(second, fmt, offs=[0, 60, 69], columnwise=True, out=out)
+    pointers_before = [t.data_ptr() for t in (*out.rowwise, *out.columnwise, out.offs)]
+    got = grouped.quantize(y, fmt, offs=[0, 60, 69], columnwise=True, out=out)
     assert got is out
-    assert held == [t.data_ptr() for t in (*out.rowwise, *out.columnwise, out.offs)]
-    want = grouped.quantize(second, fmt, offs=[0, 60, 69], columnwise=True)
+    assert pointers_before == [t.data_ptr() for t in (*out.rowwise, *out.columnwise, out.offs)]
+    want = grouped.quantize(y, fmt, offs=[0, 60, 69], columnwise=True)
     for tensor in (out, view):
         for a, b in zip(tensor.unbind(), want.unbind(), strict=True):
             assert_same_member(a, b)

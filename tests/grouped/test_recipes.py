@@ -219,10 +219,10 @@ def test_recipes_are_values(recipe):
     with pytest.raises(AttributeError):
         recipe.input = None
     assert recipe.takes_scales == isinstance(recipe, recipes.FP8Delayed)
-    other = dataclasses.replace(recipe, propagate_nonfinite=False)
-    assert other != recipe and other.texts == recipe.texts
+    changed = dataclasses.replace(recipe, propagate_nonfinite=False)
+    assert changed != recipe and changed.texts == recipe.texts
     assert all(fmt is None or fmt.nan_scales for fmt in recipe.formats)
-    assert not any(fmt and fmt.nan_scales for fmt in other.formats)
+    assert not any(fmt and fmt.nan_scales for fmt in changed.formats)
 
 
 @pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)

@@ -45,18 +45,18 @@ def test_each_field_is_covered_or_excluded_by_name():
 @pytest.mark.parametrize("field", CHANGES)
 def test_a_changed_field_changes_the_key(field):
     layer = Layer([_tensor()], None, recipes.MXFP8())
-    one, two = (layer._replace(**{field: value}) for value in CHANGES[field])
-    assert _parts(one) != _parts(two)
-    assert _parts(one) == _parts(one._replace())
+    item, two = (layer._replace(**{field: value}) for value in CHANGES[field])
+    assert _parts(item) != _parts(two)
+    assert _parts(item) == _parts(item._replace())
 
 
 def test_a_grouped_weight_gives_its_layout_and_its_plain_tensors():
     weights = [
-        grouped.quantize(_tensor(), grouped.MXFP8(), columnwise=both) for both in (False, True)
+        grouped.quantize(_tensor(), grouped.MXFP8(), columnwise=keys) for keys in (False, True)
     ]
-    one, two = (Layer([w], None, recipes.MXFP8()).replay_key() for w in weights)
-    assert one[0] != two[0]
-    for (_, tensors), weight in zip((one, two), weights, strict=True):
+    item, two = (Layer([w], None, recipes.MXFP8()).replay_key() for w in weights)
+    assert item[0] != two[0]
+    for (_, tensors), weight in zip((item, two), weights, strict=True):
         ids = {id(t) for t in tensors}
         assert all(id(t) in ids for t in weight._inner().values())
 

@@ -39,10 +39,10 @@ def sort(saved):
 def expected_of_linear(recipe, rows, n, k, x=True, weight=True):
     if not recipe.is_quantized:
         return [plain(rows, k)] if x else []
-    kept = copy_of(recipe.input, (rows, k)) if x else []
+    saved_tensors = copy_of(recipe.input, (rows, k)) if x else []
     if recipe.takes_scales:  # The gradient's, and the amaxes of x and of the weight.
-        kept += [plain(GROUPS, dtype=F32)] * 3
-    return kept + (copy_of(recipe.weight, (GROUPS, n, k)) if weight else [])
+        saved_tensors += [plain(GROUPS, dtype=F32)] * 3
+    return saved_tensors + (copy_of(recipe.weight, (GROUPS, n, k)) if weight else [])
 
 
 RECIPES_AND_DELAYED = ALL_RECIPES | {"fp8-delayed": recipes.FP8Delayed()}
@@ -107,8 +107,8 @@ def test_microbatches_keep_their_rows(recipe, held, delay):
         )
     x = sample(ROWS, HIDDEN).requires_grad_()
     with saved_by(layer) as saved:
-        for first in (True, False, False):
-            layer(x, OFFS, is_first_microbatch=first)
+        for is_first in (True, False, False):
+            layer(x, OFFS, is_first_microbatch=is_first)
     rows = expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, weight=False)
     assert sort(saved) == sort(
         [_OFFS, *(3 * rows), *expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, x=False)]

@@ -56,11 +56,11 @@ def test_metadata():
     assert q.shapes.tolist() == [list(shape) for shape in SHAPES]
     assert q.element_offsets.tolist() == STARTS
     assert q.shapes is q.shapes and q.element_offsets is q.element_offsets
-    for other, kind in ((ragged(NVFP4), "ragged"), (uniform(NVFP4), "uniform")):
-        assert other.grouping == kind
-        assert other.shapes is other.element_offsets is other.member_shapes is None
-    for held in (q.rowwise, q.columnwise):
-        assert all(t.dim() == 1 for t in held)
+    for copied, kind in ((ragged(NVFP4), "ragged"), (uniform(NVFP4), "uniform")):
+        assert copied.grouping == kind
+        assert copied.shapes is copied.element_offsets is copied.member_shapes is None
+    for copies in (q.rowwise, q.columnwise):
+        assert all(t.dim() == 1 for t in copies)
     assert q.nbytes == sum(t.nbytes for t in (*q.rowwise, *q.columnwise))
 
 
@@ -92,11 +92,11 @@ def test_forms_of_shapes(given):
 
 def test_members_are_views():
     q = make(grouped.FP8())
-    held = q.rowwise.codes
-    first = q.member(2).codes
-    assert first.shape == (130, 32) and first._base is not None
-    assert held.data_ptr() <= first.data_ptr() < held.data_ptr() + held.nbytes
-    assert_same_bytes(q.member(-2).codes, first)
+    copies = q.rowwise.codes
+    member = q.member(2).codes
+    assert member.shape == (130, 32) and member._base is not None
+    assert copies.data_ptr() <= member.data_ptr() < copies.data_ptr() + copies.nbytes
+    assert_same_bytes(q.member(-2).codes, member)
     with pytest.raises(IndexError, match=r"\[0, 4\)"):
         q.member(4)
 
@@ -116,22 +116,22 @@ def test_state_dicts_and_moves():
 
 def test_files_say_what_they_hold():
     x = make()
-    rebuild, (shape, dtype, name, fields, *rest) = x.__reduce_ex__(2)
+    rebuild, (shape, dtype, name, fields, *more) = x.__reduce_ex__(2)
     assert fields["shapes"] == tuple(SHAPES)
     assert "shapes" not in uniform(NVFP4).__reduce_ex__(2)[1][3]
     wrong = fields | {"shapes": ((5, 64), (0, 32), (130, 48), (1, 160))}
     with pytest.raises(ValueError, match=r"shapes\[2\], \(130, 48\), must end within the 4700"):
-        rebuild(shape, dtype, name, wrong, *rest)
+        rebuild(shape, dtype, name, wrong, *more)
     with pytest.raises(ValueError, match="rowwise codes must have size"):
-        rebuild(shape, dtype, name, fields | {"shapes": ((5, 64),)}, *rest)
+        rebuild(shape, dtype, name, fields | {"shapes": ((5, 64),)}, *more)
 
 
 def test_copies_between_tensors():
     source, target = make(BY_ROW), make(BY_ROW)
     assert target.copy_(source) is target
     assert_same_tensor(target, source)
-    other = make(grouped.FP8()).copy_(source)
-    assert_same_tensor(other, quantize(source.dequantize(), other.format))
+    copied = make(grouped.FP8()).copy_(source)
+    assert_same_tensor(copied, quantize(source.dequantize(), copied.format))
     assert_same_bytes(torch.empty(CAPACITY).copy_(source), source.dequantize().float())
     shapes = [(4640 // 32, 32)]
     for wrong in (make(BY_ROW, shapes), make(NVFP4, shapes)):
@@ -150,13 +150,13 @@ def test_out_is_written():
     assert quantize(x, out=q) is q
     assert_same_tensor(q, quantize(x))
     assert pointers(q) == before
-    for name, given, shapes in (
+    for name, argument, shapes in (
         ("shapes", x, [(5, 64)]),
         ("shape: ", x[:-1], SHAPES),
         ("shape", sample(3, 32, 64), None),
     ):
         with pytest.raises(ValueError, match=f"out was made with another {name}"):
-            quantize(given, shapes=shapes, out=q)
+            quantize(argument, shapes=shapes, out=q)
 
 
 @pytest.mark.compile
@@ -247,8 +247,8 @@ def test_shapes_on_a_tensor_cannot_be_traced(fresh_dynamo):
 def test_parts_that_do_not_fit():
     x = make()
     facts = ("shape", "dtype", "offs", "rowwise", "columnwise")
-    parts = {name: getattr(x, name) for name in facts} | {"fmt": x.format, "shapes": SHAPES}
-    assert_same_tensor(GroupedTensor(**parts), x)
+    fields = {name: getattr(x, name) for name in facts} | {"fmt": x.format, "shapes": SHAPES}
+    assert_same_tensor(GroupedTensor(**fields), x)
     for changes, message in (
         ({"shape": (10, 470)}, r"shape must be \(capacity,\) with shapes"),
         ({"shapes": None}, r"shape must be \(G, N, K\) without offs"),
@@ -257,7 +257,7 @@ def test_parts_that_do_not_fit():
         ({"prepacked": True}, "prepacked weights are uniform, but shapes"),
     ):
         with pytest.raises(ValueError, match=message):
-            GroupedTensor(**parts | changes)
+            GroupedTensor(**fields | changes)
 
 
 def test_no_product_takes_them():

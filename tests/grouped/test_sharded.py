@@ -77,8 +77,8 @@ def test_training_gives_the_bits_of_one_process(mesh, reshard, single):
             torch.manual_seed(2)
             optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
             for _ in range(2):
-                for first in (True, False):
-                    y = module(sample(40, K), ENDS, is_first_microbatch=first)
+                for is_first in (True, False):
+                    y = module(sample(40, K), ENDS, is_first_microbatch=is_first)
                     y.float().square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -53,9 +53,9 @@ def test_either_form_loads_into_either(source, target, bias):
 
 @pytest.mark.parametrize("single", [True, False])
 def test_a_redundant_form_is_dropped(single):
-    layer, one, other = layer_of(single), layer_of(single), layer_of(not single)
-    layer.load_state_dict(other.state_dict() | one.state_dict())
-    same_output(layer, one)
+    layer, same, target = layer_of(single), layer_of(single), layer_of(not single)
+    layer.load_state_dict(target.state_dict() | same.state_dict())
+    same_output(layer, same)
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -101,10 +101,10 @@ def test_keys_carry_the_prefix_of_a_parent():
 
 def test_equal_formats_keep_their_bytes():
     a, b = quantized_layer(), quantized_layer()
-    held = b.weight.rowwise.codes.data_ptr()
+    pointer = b.weight.rowwise.codes.data_ptr()
     b.load_state_dict(save_and_load(a.state_dict()))
     assert_same_buffers(bytes_of(b.weight), bytes_of(a.weight))
-    assert b.weight.rowwise.codes.data_ptr() == held
+    assert b.weight.rowwise.codes.data_ptr() == pointer
 
 
 @pytest.mark.parametrize("assign", [True, False])
@@ -123,10 +123,10 @@ def test_dense_and_quantized_weights_convert():
     dense.load_state_dict(quantized.state_dict())
     assert type(dense.weight) is nn.Parameter
     assert_same_bytes(dense.weight.detach(), want.dequantize())
-    other = quantized_layer(grouped.NVFP4())
-    other.load_state_dict(quantized.state_dict())
+    target = quantized_layer(grouped.NVFP4())
+    target.load_state_dict(quantized.state_dict())
     want = grouped.quantize(want.dequantize(), grouped.NVFP4())
-    assert_same_bytes(other.weight.dequantize().detach(), want.dequantize())
+    assert_same_bytes(target.weight.dequantize().detach(), want.dequantize())
     discrete = layer_of(single=False)
     discrete.load_state_dict(quantized.state_dict())
     same_output(dense, discrete)

@@ -51,8 +51,8 @@ def test_metadata():
     assert x.offs.tolist() == [7, 7, 33] and x.format == FORMATS["row-scaled"]
     assert x.amax.shape == (36,) and w.amax.shape == (3,)
     assert x.stride() == (64, 1) and x.is_contiguous() and len(w) == 3
-    for held in (x.rowwise, x.columnwise, w.rowwise, w.columnwise):
-        assert held._fields == ("codes", "scales", "amax")
+    for copies in (x.rowwise, x.columnwise, w.rowwise, w.columnwise):
+        assert copies._fields == ("codes", "scales", "amax")
     with pytest.raises(ValueError, match="both None"):
         GroupedTensor((1, 16), BF16, FORMATS["1x16"], None, None, None)
 
@@ -60,8 +60,8 @@ def test_metadata():
 @pytest.mark.parametrize("options", DIRECTIONS.values(), ids=DIRECTIONS)
 @every_format
 def test_flatten_and_unflatten(fmt, options):
-    for made in MAKES.values():
-        x = made(fmt, **options)
+    for make in MAKES.values():
+        x = make(fmt, **options)
         assert is_traceable_wrapper_subclass(x)
         names, context = x.__tensor_flatten__()
         inner = {name: getattr(x, name) for name in names}
@@ -79,8 +79,14 @@ def test_repr_reads_no_values(x):
         text = repr(x)
     assert not counter.calls
     kind = "ragged" if x.offs is not None else "uniform"
-    for part in ("GroupedTensor", str(tuple(x.shape)), kind, x.format.text, "rowwise + columnwise"):
-        assert part in text
+    for text_part in (
+        "GroupedTensor",
+        str(tuple(x.shape)),
+        kind,
+        x.format.text,
+        "rowwise + columnwise",
+    ):
+        assert text_part in text
     assert str(x) == f"{x}"
     repr(x.to("meta"))
 
@@ -164,8 +170,8 @@ def test_views_of_parameters(requires_grad):
 @pytest.mark.parametrize("copied", [torch.clone, copy.deepcopy], ids=["clone", "deepcopy"])
 @every_format
 def test_copies_have_their_own_storage(fmt, copied, options):
-    for made in MAKES.values():
-        x = made(fmt, **options)
+    for make in MAKES.values():
+        x = make(fmt, **options)
         got = copied(x)
         assert_same_tensor(got, x)
         assert not set(pointers(got)) & set(pointers(x))
@@ -186,8 +192,8 @@ def test_deepcopy_of_a_parameter(fmt):
 @pytest.mark.parametrize("dtype", [F16, F32])
 @every_format
 def test_to_another_dtype_keeps_the_bytes(fmt, dtype):
-    for made in MAKES.values():
-        x = made(fmt)
+    for make in MAKES.values():
+        x = make(fmt)
         got = x.to(dtype)
         assert got.dtype == dtype and got.dequantize().dtype == dtype
         assert_same_buffers(bytes_of(got), bytes_of(x))
@@ -215,11 +221,11 @@ def test_tensors_made_like_one_are_plain(create, shape):
 
 def test_those_that_are_filled_by_others_are_grouped():
     p = parameter()
-    for made, groups in ((torch.empty_like(p), 3), (p.new_zeros(5, 48, 64), 5)):
+    for make, groups in ((torch.empty_like(p), 3), (p.new_zeros(5, 48, 64), 5)):
         assert (
-            type(made) is grouped.GroupedTensor
-            and made.format == p.format
-            and made.num_groups == groups
+            type(make) is grouped.GroupedTensor
+            and make.format == p.format
+            and make.num_groups == groups
         )
     assert not p.new_zeros(2, 48, 64).dequantize().any()
     assert type(torch.empty_like(p, dtype=F32)) is torch.Tensor
@@ -239,8 +245,8 @@ FORMATS_AND_VARIANTS = EVERY_FORMAT | VARIANTS
 @pytest.mark.parametrize("options", DIRECTIONS.values(), ids=DIRECTIONS)
 @pytest.mark.parametrize("fmt", FORMATS_AND_VARIANTS.values(), ids=FORMATS_AND_VARIANTS)
 def test_save_and_load(fmt, options, weights_only):
-    for made in MAKES.values():
-        x = made(fmt, **options)
+    for make in MAKES.values():
+        x = make(fmt, **options)
         got = save_and_load({"x": x}, weights_only)["x"]
         assert_same_tensor(got, x)
         assert not got.requires_grad

@@ -22,8 +22,8 @@ def test_the_parts_of_a_tensor_make_it_again(fmt, make, directions):
     arguments = parts(x)
     for i, is_held in zip((4, 5), directions, strict=True):
         arguments[i] = arguments[i] if is_held else None
-    got, held = bytes_of(GroupedTensor(*arguments)), bytes_of(x)
-    assert_same_buffers(got, {name: held[name] for name in got})
+    got, copy = bytes_of(GroupedTensor(*arguments)), bytes_of(x)
+    assert_same_buffers(got, {name: copy[name] for name in got})
     assert GroupedTensor(*arguments, requires_grad=True).requires_grad
     prepacked = uniform().prepack()
     assert GroupedTensor(*parts(prepacked)).format == prepacked.format
@@ -81,15 +81,15 @@ def test_parts_that_do_not_fit_are_refused(make, index, change, error, match):
 @every_format
 def test_each_buffer_of_any_format_is_checked(fmt, index, make):
     arguments = parts(make(fmt))
-    held, direction = arguments[index], "rowwise" if index == ROWWISE else "columnwise"
-    for name, buffer in held._asdict().items():
+    copy, direction = arguments[index], "rowwise" if index == ROWWISE else "columnwise"
+    for name, buffer in copy._asdict().items():
         for wrong, error in (
             (buffer[..., :-1], ValueError),
             (buffer[:-1], ValueError),
             (buffer.unsqueeze(0), ValueError),
             (buffer.view(I32 if buffer.itemsize == 4 else torch.int8), TypeError),
         ):
-            arguments[index] = held._replace(**{name: wrong})
+            arguments[index] = copy._replace(**{name: wrong})
             with pytest.raises(error, match=f"{direction} {name} must"):
                 GroupedTensor(*arguments)
 
@@ -102,23 +102,23 @@ def test_prepacked_activations_are_refused():
 def test_a_file_of_a_newer_version_says_which_field_it_has():
     rebuild, arguments = ragged().__reduce_ex__(2)
     names = ("shape", "dtype", "name", "fields", "inner", "grad", "parameter", "version")
-    given = dict(zip(names, arguments, strict=True)) | {"version": "9.9"}
+    fields = dict(zip(names, arguments, strict=True)) | {"version": "9.9"}
     for change, more, message in (
         (
-            {"fields": given["fields"] | {"swizzle": 7}},
+            {"fields": fields["fields"] | {"swizzle": 7}},
             (),
             r"NVFP4 has no field 'swizzle'.*kernels 9\.9, this is",
         ),
         ({"name": "nvfp5"}, (), r"got 'nvfp5'.*written by grouped-kernels 9\.9"),
         (
-            {"inner": given["inner"] | {"_zeros": torch.zeros(3)}},
+            {"inner": fields["inner"] | {"_zeros": torch.zeros(3)}},
             (),
             r"no field _zeros.*9\.9, this is",
         ),
         ({}, ("more",), r"no field 'more'.*9\.9, this is"),
     ):
         with pytest.raises(ValueError, match=message):
-            rebuild(*(given | change).values(), *more)
+            rebuild(*(fields | change).values(), *more)
 
 
 def test_a_file_without_a_version_is_read():

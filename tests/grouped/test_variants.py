@@ -26,9 +26,9 @@ def same(a, b):
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**63 - 1, -(2**63)])
 def test_an_int_is_itself_and_zero(seed):
     x = sample(40, 32)
-    one = grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=seed)
+    q = grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=seed)
     assert same(
-        one,
+        q,
         grouped.quantize(
             x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=torch.tensor([seed, 0])
         ),
@@ -45,13 +45,13 @@ def test_a_seed_of_a_format_that_takes_none(seed):
 
 
 def test_manual_seed_governs_what_is_not_given():
-    x, found = sample(40, 32), []
+    x, results = sample(40, 32), []
     for state in (1, 1, 2):
         torch.manual_seed(state)
-        found += [grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True) for _ in "ab"]
-    first, second, again, other = found[0], found[1], found[2], found[4]
-    assert same(first, again) and same(second, found[3])
-    assert not same(first, second) and not same(first, other)
+        results += [grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True) for _ in "ab"]
+    a, b, again, c = results[0], results[1], results[2], results[4]
+    assert same(a, again) and same(b, results[3])
+    assert not same(a, b) and not same(a, c)
 
 
 def test_nothing_is_drawn_for_other_formats():
@@ -98,12 +98,10 @@ def gradients(layer, x, dy, offs, state=0, function=None):
 
 def test_gradients_follow_the_generator():
     layer, x, dy = GroupedLinear(2, 64, 48, recipe=ROLES), sample(40, 64), sample(40, 48)
-    first, again, other = (
-        gradients(layer, x, dy, offs_from_splits((13, 27)), s) for s in (1, 1, 2)
-    )
-    assert all(map(torch.equal, first, again))
-    assert torch.equal(first[0], other[0])
-    assert not torch.equal(first[1], other[1]) and not torch.equal(first[2], other[2])
+    a, again, c = (gradients(layer, x, dy, offs_from_splits((13, 27)), s) for s in (1, 1, 2))
+    assert all(map(torch.equal, a, again))
+    assert torch.equal(a[0], c[0])
+    assert not torch.equal(a[1], c[1]) and not torch.equal(a[2], c[2])
 
 
 @pytest.mark.compile
@@ -111,10 +109,10 @@ def test_a_compiled_layer_draws_anew():
     layer = GroupedLinear(2, 64, 48, recipe=ROLES)
     compiled = compile_full_graph(layer, dynamic=True)
     for rows in (40, 56):
-        given = sample(rows, 64), sample(rows, 48), offs_from_splits((13, rows - 13))
-        first, again, other = (gradients(layer, *given, state, compiled)[1:] for state in (1, 1, 2))
-        assert all(map(torch.equal, first, again))
-        assert not any(map(torch.equal, first, other))
+        arguments = sample(rows, 64), sample(rows, 48), offs_from_splits((13, rows - 13))
+        a, again, c = (gradients(layer, *arguments, state, compiled)[1:] for state in (1, 1, 2))
+        assert all(map(torch.equal, a, again))
+        assert not any(map(torch.equal, a, c))
 
 
 @pytest.mark.parametrize("dtype", [F32, F16])

@@ -169,10 +169,10 @@ def test_the_lens_waits_for_nothing_and_sees_what_it_sees_on_a_cpu(recipe):
         torch.cuda.set_sync_debug_mode("error" if device == CUDA else "default")
         try:
             with lens:
-                seen = step(layer, x, offs)
+                values = step(layer, x, offs)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert_same(seen, plain)
+        assert_same(values, plain)
         return [r for r in lens.records() if (r["layer"], r["role"]) == ("gate_up", "input")]
 
     for got, want in zip(looked(CUDA), looked(torch.device("cpu")), strict=True):
@@ -184,23 +184,25 @@ def test_the_lens_waits_for_nothing_and_sees_what_it_sees_on_a_cpu(recipe):
     "text", ["nvfp4", "nvfp4:block=16x16", "fp8", "fp8_block:block=128x128", "mxfp8"]
 )
 def test_an_optimizer_has_the_bits_of_torch_then_quantize(monkeypatch, text):
-    w, made = torch.randn(3, 200, 160, generator=seeded_generator(0)).to(CUDA), []
+    w, results = torch.randn(3, 200, 160, generator=seeded_generator(0)).to(CUDA), []
     for _ in range(2):
         p = torch.nn.Parameter(grouped.quantize(w.bfloat16(), parse(text), columnwise=True))
         ours = grouped.optim.AdamW([p], lr=3e-3, masters={p: w})
         for seed in range(4):
             p.grad = torch.randn(w.shape, generator=seeded_generator(seed)).bfloat16().to(CUDA)
             ours.step()
-        made.append([*ours.state[p].values(), *(t.view(torch.uint8) for t in p._inner().values())])
+        results.append(
+            [*ours.state[p].values(), *(t.view(torch.uint8) for t in p._inner().values())]
+        )
         monkeypatch.setattr(grouped.optim, "_has_kernel", lambda part: False)
-    assert_same(*made)
+    assert_same(*results)
 
 
 def test_offs_are_checked_without_a_synchronization():
     """Also in the replays of a graph; the message has the first call."""
     layer, x = make_layer(grouped.recipes.BF16, kind=LAYERS["linear"]), make_input()
     offs = ends([40, 40, 57, 96])
-    with torch.no_grad(), grouped.inspect.check_offsets() as found:
+    with torch.no_grad(), grouped.inspect.check_offsets() as check:
         layer(x, offs)
         torch.cuda.set_sync_debug_mode("error")
         layer(x, offs)
@@ -209,19 +211,19 @@ def test_offs_are_checked_without_a_synchronization():
         with torch.cuda.graph(graph):
             layer(x, offs)
         graph.replay()
-        found.check()
+        check.check()
         offs.copy_(ends([40, 0, 17, 47]))
         graph.replay()
         with pytest.raises(ValueError, match=rf"the end rows decrease.*{__file__}:\d+"):
-            found.check()
+            check.check()
         offs.copy_(ends([40, 40, 57, ROWS + 1]))
         layer(x, offs)
         with pytest.raises(ValueError, match=f"past the {ROWS} rows"):
-            found.check()
+            check.check()
 
 
 def test_threads_of_autograd_have_the_block_of_the_thread_that_calls_backward():
-    seen, barrier = {}, threading.Barrier(2)
+    values, barrier = {}, threading.Barrier(2)
 
     class Note(torch.autograd.Function):
         @staticmethod
@@ -231,7 +233,7 @@ def test_threads_of_autograd_have_the_block_of_the_thread_that_calls_backward():
 
         @staticmethod
         def backward(ctx, dy):
-            seen[ctx.name] = threading.get_ident(), cute_kernels.active_backend(dy.device).name
+            values[ctx.name] = threading.get_ident(), cute_kernels.active_backend(dy.device).name
             return dy, None
 
     def job(name):
@@ -246,6 +248,6 @@ def test_threads_of_autograd_have_the_block_of_the_thread_that_calls_backward():
         Note.apply(torch.ones(2, device=CUDA, requires_grad=True), "main").sum().backward()
     handed_over = torch.__version__ >= "2.13"
     for name in ("reference", "reference:sm_90a", "main"):
-        own = "reference:sm_100a" if name == "main" or not handed_over else name
-        assert seen[name][1] == own
-    assert not {thread for thread, _ in seen.values()} & set(callers)
+        flags = "reference:sm_100a" if name == "main" or not handed_over else name
+        assert values[name][1] == flags
+    assert not {thread for thread, _ in values.values()} & set(callers)

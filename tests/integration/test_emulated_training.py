@@ -84,15 +84,15 @@ def test_nvfp4_weights_beside_other_activations(recipe):
         grouped.quantize(layer.weight.detach(), fmt, columnwise=True), requires_grad=False
     )
     x, dy = (torch.randn(96, k).bfloat16() for k in (256, 128))
-    found = []
+    got_value = []
     for backend in ("emulated:sm_100a", "reference:sm_100a"):
         leaf = x.clone().requires_grad_()
         with cute_kernels.backend(backend):
             y = layer(leaf, OFFS)
             y.backward(dy)
-        found.append((y.detach(), leaf.grad))
-    for got, want in zip(*found, strict=True):
+        got_value.append((y.detach(), leaf.grad))
+    for got, want in zip(*got_value, strict=True):
         assert torch.equal(got, want)
     with torch.no_grad():
         exact = layer(x, OFFS)
-    assert (found[0][0] - exact).norm() <= 0.01 * exact.norm()
+    assert (got_value[0][0] - exact).norm() <= 0.01 * exact.norm()

@@ -97,12 +97,12 @@ def test_disk_offload_is_refused_before_anything_changes(tmp_path):
     model = model_of()
     want = run(model)
     for dtype in (BF16, F16, F32):
-        other = copy.deepcopy(model).to(dtype)
+        copied = copy.deepcopy(model).to(dtype)
         with pytest.raises(
             (TypeError, RuntimeError), match=contains_all("no memory of its own", "cpu_offload")
         ):
-            accelerate.disk_offload(other, tmp_path / str(dtype), execution_device=CPU)
-        assert not any(p.is_meta for p in other.parameters())
+            accelerate.disk_offload(copied, tmp_path / str(dtype), execution_device=CPU)
+        assert not any(p.is_meta for p in copied.parameters())
     with pytest.raises(TypeError, match="cpu_offload"):
         accelerate.dispatch_model(
             model, {"mlp": "disk"}, main_device="cpu", offload_dir=tmp_path / "x", force_hooks=True
@@ -183,13 +183,15 @@ def test_copies_of_prepared_models(copied, tmp_path):
     model = model_of()
     if copied is None:
         torch.save(model, tmp_path / "model")
-        other = torch.load(tmp_path / "model", weights_only=False)
+        copied_value = torch.load(tmp_path / "model", weights_only=False)
         torch.save(model.state_dict(), tmp_path / "state")
         model.load_state_dict(torch.load(tmp_path / "state"))
     else:
-        other = copied(model)
-    assert_same_bytes(run(other), run(model))
-    assert grouped.prepare(other) == 1 and isinstance(other["mlp"].down.weight, GroupedTensor)
+        copied_value = copied(model)
+    assert_same_bytes(run(copied_value), run(model))
+    assert grouped.prepare(copied_value) == 1 and isinstance(
+        copied_value["mlp"].down.weight, GroupedTensor
+    )
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
@@ -214,15 +216,13 @@ def test_a_dtype_that_no_weight_has():
 
 
 def test_swapped_weights():
-    first, second = model_of(), model_of()
+    a, b = model_of(), model_of()
     with torch.no_grad():
-        second["mlp"].down.weight.mul_(2)
-    wants = run(second), run(first)
+        b["mlp"].down.weight.mul_(2)
+    wants = run(b), run(a)
     for name in ("gate_up", "down"):
-        torch.utils.swap_tensors(
-            getattr(first["mlp"], name).weight, getattr(second["mlp"], name).weight
-        )
-    for model, want in zip((first, second), wants, strict=True):
+        torch.utils.swap_tensors(getattr(a["mlp"], name).weight, getattr(b["mlp"], name).weight)
+    for model, want in zip((a, b), wants, strict=True):
         assert_same_bytes(run(model), want)
 
 

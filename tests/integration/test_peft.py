@@ -47,15 +47,15 @@ def adapted(model, targets):
 
 def losses(model):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    found = []
+    values = []
     for _ in range(3):
         loss = model(ids_of(), labels=ids_of()).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    assert found[-1] < found[0]
-    return found
+        values.append(loss.item())
+    assert values[-1] < values[0]
+    return values
 
 
 @pytest.mark.parametrize("implementation", ["grouped_bf16", "grouped_nvfp4", "grouped_fp8_block"])

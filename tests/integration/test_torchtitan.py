@@ -61,25 +61,25 @@ def on_two_ranks(rank, folder):
         alone, spread = (converted(recipe, config).build() for _ in range(2))
         for name, p in list(alone.inner_experts.named_parameters()):
             nn.init.normal_(p, std=0.1)
-            part = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
-            setattr(spread.inner_experts, name, nn.Parameter(part))
+            shard = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
+            setattr(spread.inner_experts, name, nn.Parameter(shard))
         spread.token_dispatcher.wire_meshes(ep_mesh=mesh)
         x, dy = torch.randn(2, 2, 20, 64, dtype=BF16)
         # Of the second rank none goes to the last expert.
         ids = torch.stack([torch.rand(20, experts).topk(2).indices for experts in (4, 3)])
-        scores, found = torch.rand(2, 20, 2), []
+        scores, results = torch.rand(2, 20, 2), []
         for experts, mine in ((alone, slice(None)), (spread, slice(rank, rank + 1))):
             leaf = x[mine].clone().requires_grad_()
             y = experts(
                 leaf, scores[mine], ids[mine], torch.bincount(ids[mine].flatten(), minlength=4)
             )
             y.backward(dy[mine])
-            found.append((y.detach(), leaf.grad, [p.grad for p in experts.parameters()]))
-        (y, dx, dw), (mine, dmine, dparts) = found
+            results.append((y.detach(), leaf.grad, [p.grad for p in experts.parameters()]))
+        (y, dx, dw), (mine, dmine, dparts) = results
         assert_same_bytes(mine[0], y[rank])
         assert_same_bytes(dmine[0], dx[rank])
-        for part, whole in zip(dparts, dw, strict=True):
-            assert_same_bytes(part.full_tensor(), whole)
+        for shard, whole in zip(dparts, dw, strict=True):
+            assert_same_bytes(shard.full_tensor(), whole)
     dist.destroy_process_group()
 
 
@@ -152,9 +152,11 @@ def test_torchtitan_sees_that_experts_are_quantized(logged):
         tree = converted(recipe, tree_of(2))
         assert has_quantization(tree) == is_quantized
         assert not has_quantization(tree_of(2))
-    both = converted("MXFP8", converted("BF16", tree_of(1)))
-    assert has_quantization(both) and not has_quantization(converted("BF16", both))
-    assert type(both.layers[0])._owner.__mro__[1] is moe.GroupedExperts
+    converted_twice = converted("MXFP8", converted("BF16", tree_of(1)))
+    assert has_quantization(converted_twice) and not has_quantization(
+        converted("BF16", converted_twice)
+    )
+    assert type(converted_twice.layers[0])._owner.__mro__[1] is moe.GroupedExperts
 
 
 def test_what_was_converted_is_logged(logged):

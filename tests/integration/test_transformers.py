@@ -221,15 +221,15 @@ def test_compiled_in_one_graph(name, fresh_dynamo):
 def test_prepare_changes_all_or_nothing(name):
     model = model_of(name)
     before = logits(model, "grouped_nvfp4")
-    last = model.model.layers[-1].mlp.experts
-    whole = last.down_proj
-    last.down_proj = nn.Parameter(whole[..., :24] if name == "Mixtral" else whole[:, :24])
+    last_logits = model.model.layers[-1].mlp.experts
+    whole = last_logits.down_proj
+    last_logits.down_proj = nn.Parameter(whole[..., :24] if name == "Mixtral" else whole[:, :24])
     with pytest.raises(
         ValueError, match="down_proj of .*Experts: K must be a positive multiple of 16"
     ):
         integration.prepare(model)
     assert not any(isinstance(p, grouped.GroupedTensor) for p in model.parameters())
-    last.down_proj = whole
+    last_logits.down_proj = whole
     assert_same_bytes(logits(model, "grouped_nvfp4"), before)
 
 
@@ -244,9 +244,9 @@ def test_what_a_prepared_model_says(tmp_path):
         if isinstance(p, grouped.GroupedTensor)
     )
     assert 0 < saved == plain - model.get_memory_footprint()
-    for one in (model, copy.deepcopy(model), model.model):
+    for expert in (model, copy.deepcopy(model), model.model):
         with pytest.raises(ValueError, match=r"prepare\(\) quantized .*gate_up_proj: save before"):
-            one.save_pretrained(tmp_path)
+            expert.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
     model.save_pretrained(tmp_path, state_dict=values)
     assert_same_buffers(
@@ -352,8 +352,8 @@ def test_a_prepared_model_takes_implementations_that_multiply_its_weights(tmp_pa
     model.set_experts_implementation("grouped_bf16")
     integration.prepare(model, grouped.MXFP8())
     torch.save(model, tmp_path / "model")
-    for one in (model, copy.deepcopy(model), torch.load(tmp_path / "model", weights_only=False)):
-        want = logits(one, "grouped_mxfp8")
+    for expert in (model, copy.deepcopy(model), torch.load(tmp_path / "model", weights_only=False)):
+        want = logits(expert, "grouped_mxfp8")
         for name in ("eager", "grouped_mm", "grouped_nvfp4", "grouped_fp8_block"):
             with pytest.raises(
                 ValueError,
@@ -361,12 +361,12 @@ def test_a_prepared_model_takes_implementations_that_multiply_its_weights(tmp_pa
                     f"experts_implementation='{name}' cannot multiply the weights that prepare() quantized"
                 ),
             ):
-                one.set_experts_implementation(name)
-            assert one.config._experts_implementation == "grouped_mxfp8"
+                expert.set_experts_implementation(name)
+            assert expert.config._experts_implementation == "grouped_mxfp8"
         with torch.no_grad():
-            assert_same_bytes(one(ids_of()).logits, want)
+            assert_same_bytes(expert(ids_of()).logits, want)
         with pytest.raises(ValueError, match="save_pretrained writes plain weights"):
-            one.save_pretrained(tmp_path)
+            expert.save_pretrained(tmp_path)
 
 
 @pytest.mark.emulated
@@ -397,18 +397,18 @@ def test_prepared_experts_ask_transformers_for_nothing(monkeypatch):
     with torch.no_grad():
         integration.prepare(model, grouped.NVFP4())
         plain = model(ids).logits
-        asked = []
+        requests = []
         get = type(moe.ALL_EXPERTS_FUNCTIONS).get_interface
-        ask = lambda self, name, default: asked.append(name) or get(self, name, default)  # noqa: E731
+        ask = lambda self, name, default: requests.append(name) or get(self, name, default)  # noqa: E731
         monkeypatch.setattr(type(moe.ALL_EXPERTS_FUNCTIONS), "get_interface", ask)
         assert_same_bytes(model(ids).logits, plain)
-        assert not asked
+        assert not requests
         model.set_experts_implementation("grouped_nvfp4")
         assert not torch.equal(model(ids).logits, plain)
         zeros = lambda self, x, *_: torch.zeros_like(x)  # noqa: E731
         monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_nvfp4", zeros)
         model(ids)
-        assert asked == ["grouped_nvfp4"] * 2
+        assert requests == ["grouped_nvfp4"] * 2
         experts = copy.deepcopy(model.model.layers[0].mlp.experts)
         assert experts.forward.args == (experts,)
 

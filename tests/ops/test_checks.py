@@ -276,9 +276,12 @@ WRONG_VALUES = {
         (rows_of(X, W, None, ROW), "inverse is that of rows: give both"),
         (
             (*FPROP, None, OFFS),
-            "rows needs an a_format whose scales are those of single rows, got 'nvfp4'",
+            "rows needs an a_format whose scales belong to single rows, got 'nvfp4'",
         ),
-        ((*m_grouped(X, W)[:-1], True), "prepacked is of weights of packed codes, got None"),
+        (
+            (*m_grouped(X, W)[:-1], True),
+            "prepacked needs weights with several codes per byte, got b_format=None",
+        ),
     ],
     "k_grouped_gemm": [
         ((X, X[:7], OFFS), "b must have size 8 in dimension 0, got shape (7, 32)"),
@@ -286,7 +289,7 @@ WRONG_VALUES = {
         ((X, X, OFFS, *[None] * 7, OFFS), "rows must have size 8 in dimension 0, got shape (2,)"),
         (
             (*WGRAD, None, OFFS),
-            "rows is of plain operands: blocks of nvfp4 run along the rows of a group",
+            "rows and inverse need plain operands: blocks of a_format='nvfp4' run along",
         ),
         (
             k_grouped((Q[3][:, :100], *Q[4:])),

@@ -466,15 +466,15 @@ def refused(change):
     [
         (
             {"activation": "silu", "interleaved": True},
-            "interleaved is of gated activations, which silu is not",
+            "interleaved needs a gated activation, which silu is not",
         ),
         ({"activation": "swish"}, "activation"),
-        ({"n": 7}, "must have an even N, got 7 rows"),
-        ({"to": "fp8_block"}, "keeps_z is of results that are not quantized"),
+        ({"n": 7}, "must have an even number of rows for swiglu, which is gated, got 7 rows"),
+        ({"to": "fp8_block"}, "keeps_z needs a result that is not quantized"),
         ({"to": "fp8_block", "keeps_z": False}, "N must be a positive multiple of 16"),
         (
             {"to": "nvfp4", "keeps_z": False, "n": 32},
-            "amax is of results that are quantized to a format with a second level",
+            "amax must be given if, and only if, quantize_to is a format with a global scale",
         ),
     ],
 )
@@ -487,33 +487,67 @@ def test_refuses(change, message):
 def test_what_no_kernel_takes_says_so():
     pytest.importorskip("cutlass")
     cases = [
-        ("sm_90a", f"fp8_block {SQUARES}", 384, "128 rows beside block scales: interleave B"),
-        ("sm_100a", f"plain {SQUARES}", 384, "128 rows beside block scales: interleave B"),
-        ("sm_90a", "fp8_block fp8_block", 256, "single rows are not taken by turns"),
-        ("sm_100a", "plain fp8_block", 256, "single rows are not taken by turns"),
+        (
+            "sm_90a",
+            f"fp8_block {SQUARES}",
+            384,
+            "multiple of 128 rows beside block scales, unless B is interleaved",
+        ),
+        (
+            "sm_100a",
+            f"plain {SQUARES}",
+            384,
+            "multiple of 128 rows beside block scales, unless B is interleaved",
+        ),
+        (
+            "sm_90a",
+            "fp8_block fp8_block",
+            256,
+            "rows of B with fp32 block scales of their own must be interleaved",
+        ),
+        (
+            "sm_100a",
+            "plain fp8_block",
+            256,
+            "rows of B with fp32 block scales of their own must be interleaved",
+        ),
         ("sm_100a", "plain plain", 24, "multiple of 16"),
     ]
     for arch, kind, n, message in cases:
         with backend(f"emulated:{arch}"), pytest.raises(UnsupportedError, match=message):
             ops.m_grouped_gemm_activate(*arguments(kind, n, 128, "swiglu"))
     for name, kind, n, activation, text, message in (
-        ("emulated:sm_90a", BLOCKS, 320, "silu", "fp8_block", "has whole 128 columns, got 320"),
+        (
+            "emulated:sm_90a",
+            BLOCKS,
+            320,
+            "silu",
+            "fp8_block",
+            "has whole blocks of 128 columns, got columns=320",
+        ),
         (
             "emulated:sm_90a",
             "plain plain",
             384,
             "swiglu",
             "fp8_block",
-            "has whole 128 columns, got 192",
+            "has whole blocks of 128 columns, got columns=192",
         ),
-        ("emulated:sm_100a", BLOCKS, 384, "swiglu", "fp8_block", "has whole 128 columns, got 192"),
+        (
+            "emulated:sm_100a",
+            BLOCKS,
+            384,
+            "swiglu",
+            "fp8_block",
+            "has whole blocks of 128 columns, got columns=192",
+        ),
         (
             "emulated:sm_100a",
             ANY_SCALES,
             512,
             "swiglu",
             "fp8_block",
-            "no whole blocks of fp8_block after swiglu",
+            "must have whole blocks of fp8_block after swiglu",
         ),
         (
             "reference",

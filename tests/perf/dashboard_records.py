@@ -22,13 +22,13 @@ COUNTS = {"warp instructions": 1000, "bytes read by TMA": 65536, "MMA operations
 
 
 def _made():
-    for (contender, fmt), (first, growth) in _SPEEDS.items():
+    for (contender, fmt), (base, growth) in _SPEEDS.items():
         for tokens in TOKENS:
             case = {**_CASE, "product": "fprop", "rows": 4 * tokens}
-            product = Record("gemm", case, contender, "time", first, "us", "gpu", fmt, **_GPU)
+            product = Record("gemm", case, contender, "time", base, "us", "gpu", fmt, **_GPU)
             work = {"bytes": 500_000 + tokens, "flops": 2 * 4 * tokens * 512 * 256}
             product = replace(product, ceilings={"copy": 4.0, "bfloat16": 700.0}, **work)
-            now = first * (1 + tokens / 8)
+            now = base * (1 + tokens / 8)
             for value, (commit, time) in ((now / growth, OLD), (now, NEW)):
                 yield replace(product, value=value, spread=value / 100, commit=commit, time=time)
     case = {"op": "quantize", "rows": 256, "cols": 512, "groups": 2, "directions": "row"}

@@ -18,8 +18,8 @@ PUBLISHED = {
 
 
 def test_shapes_are_the_models():
-    shapes = {which: MODELS[which[0]].shape(which[1]) for which in PUBLISHED}
-    assert {which: (s.experts, s.n, s.k) for which, s in shapes.items()} == PUBLISHED
+    shapes = {name: MODELS[name[0]].shape(name[1]) for name in PUBLISHED}
+    assert {name: (s.experts, s.n, s.k) for name, s in shapes.items()} == PUBLISHED
 
 
 def test_every_model_splits_over_its_ranks():

@@ -18,8 +18,8 @@ def verdicts(old, new):
 
 
 def verdict(old, value):
-    (found,) = verdicts([old], [replace(old, value=value)])
-    return found
+    (got,) = verdicts([old], [replace(old, value=value)])
+    return got
 
 
 def runs(*values, of=TIME, **fields):
@@ -52,8 +52,8 @@ def test_runs_that_differ_widen_the_noise():
 
 
 def test_gone_and_new():
-    both = [TIME, replace(TIME, contender="torch")]
-    assert verdicts(both, [TIME, replace(TIME, format="fp8")]) == ["same", "gone", "new"]
+    record_pair = [TIME, replace(TIME, contender="torch")]
+    assert verdicts(record_pair, [TIME, replace(TIME, format="fp8")]) == ["same", "gone", "new"]
     # Another GPU, another protocol: never compared.
     for change in ({"gpu": "NVIDIA H100"}, {"protocol": "burst"}, {"case": {"rows": 1}}):
         assert verdicts([TIME], [replace(TIME, **change)]) == ["gone", "new"]
@@ -77,28 +77,33 @@ def test_exit_status(tmp_path, capsys):
     paths = [tmp_path / name for name in ("old.jsonl", "same.jsonl", "worse.jsonl", "other.jsonl")]
     for path, record in zip(paths, (TIME, *runs(101.0, 150.0), COUNT), strict=True):
         write(path, [record])
-    old, *others = map(str, paths)
-    assert [main(["compare", old, new]) for new in (*others, str(tmp_path / "none"))] == [
+    old, *other_records = map(str, paths)
+    assert [main(["compare", old, new]) for new in (*other_records, str(tmp_path / "none"))] == [
         0,
         1,
         2,
         2,
     ]
     assert "100 -> 150 us (+50.0%" in capsys.readouterr().out
-    assert main(["compare", old, others[1], "--least", "0.6"]) == 0
+    assert main(["compare", old, other_records[1], "--least", "0.6"]) == 0
 
 
 def test_the_check_of_ci(tmp_path, capsys):
-    path, other = tmp_path / "counts-ci.jsonl", replace(COUNT, quantity="bytes read")
-    write(path, [COUNT, other])
+    path, changed_record = tmp_path / "counts-ci.jsonl", replace(COUNT, quantity="bytes read")
+    write(path, [COUNT, changed_record])
 
     def check(*found, partial=False):
         return committed.check(list(found), path, partial=partial)
 
     same, worse, better = runs(100_000, 103_000, 1, of=COUNT)
-    assert check(worse, other) == 1
+    assert check(worse, changed_record) == 1
     assert committed.RENEW in capsys.readouterr().out
-    assert [check(same, other), check(better, other), check(COUNT), check(COUNT, partial=True)] == [
+    assert [
+        check(same, changed_record),
+        check(better, changed_record),
+        check(COUNT),
+        check(COUNT, partial=True),
+    ] == [
         0,
         0,
         1,
@@ -107,16 +112,16 @@ def test_the_check_of_ci(tmp_path, capsys):
 
 
 def test_renewing_keeps_the_history_of_what_changed():
-    was, same, gone = (replace(COUNT, quantity=quantity) for quantity in ("a", "b", "c"))
-    peer = replace(gone, contender="torch")
+    was, same, removed = (replace(COUNT, quantity=quantity) for quantity in ("a", "b", "c"))
+    peer = replace(removed, contender="torch")
     now = [replace(r, commit="d", time="9") for r in (was, same)]
     now[0] = replace(now[0], value=1)
-    found = committed.renew([was, same, gone, peer], now)
-    assert found == [was, same, peer, now[0]]
-    assert committed.renew(found, now) == found
+    got = committed.renew([was, same, removed, peer], now)
+    assert got == [was, same, peer, now[0]]
+    assert committed.renew(got, now) == got
     # Back to where it was: that is a change, too.
     back = replace(was, commit="e", time="99")
-    assert committed.renew(found, [back, same])[-1] is back
+    assert committed.renew(got, [back, same])[-1] is back
 
 
 def test_renewing_is_of_the_whole_record():

@@ -48,8 +48,8 @@ def test_all_newest_numbers_are_in_the_page():
     fields += ["value", "spread", "error", "bytes", "flops"]
     rows = [[getattr(r, n) for n in fields] + [r.case, r.gpu or r.machine] for r in latest(RECORDS)]
     entries = payload(RECORDS)["entries"]
-    found = [[t[n] for n in (*fields, "case", "device")] for t in entries]
-    assert sorted(map(repr, found)) == sorted(map(repr, rows))
+    matches = [[t[n] for n in (*fields, "case", "device")] for t in entries]
+    assert sorted(map(repr, matches)) == sorted(map(repr, rows))
     entries = payload(all_committed())["entries"]
     assert len(entries) == len({record.key for record in all_committed()})
 
@@ -59,12 +59,12 @@ def test_history_says_what_compare_says():
     changes = compare([r for r in RECORDS if r.commit == OLD[0]], CURRENT)
     changed = [(c.record, c) for c in changes if c.old is not None]
     wanted = {(r.contender, r.case["rows"]): (c.old, c.new, c.verdict) for r, c in changed}
-    found = {}
+    matches = {}
     for entry in data["entries"]:
         if "history" in entry:
             old, new = entry["history"]
             assert (old["commit"], new["commit"]) == (OLD[0], "bbbbbbb")
-            found[entry["contender"], entry["case"]["rows"]] = (
+            matches[entry["contender"], entry["case"]["rows"]] = (
                 old["value"],
                 new["value"],
                 new["verdict"],
@@ -72,22 +72,24 @@ def test_history_says_what_compare_says():
             assert new["verdict"] == {"ours, prepacked": "worse", "torch": "better"}.get(
                 entry["contender"], "same"
             )
-    assert found == wanted
+    assert matches == wanted
 
 
 def test_runs_of_one_commit_are_one_step():
     runs = [(100, "a" * 12), (102, "a" * 7), (101, "b" * 12 + "-dirty"), (120, "")]
-    made = [
+    files = [
         replace(RECORDS[0], value=v, spread=0.0, commit=c, time=str(i))
         for i, (v, c) in enumerate(runs)
     ]
-    commits = commits_of(made)
+    commits = commits_of(files)
     assert list(commits.items()) == [("aaaaaaa", "0"), ("bbbbbbb-dirty", "2"), ("unknown", "3")]
-    steps = history_of(made, commits)
-    found = [(step["commit"], step["value"], step["verdict"]) for step in steps]
-    assert found == [
-        (name, *rest)
-        for name, rest in zip(commits, [(101, "same"), (101, "same"), (120, "worse")], strict=True)
+    steps = history_of(files, commits)
+    matches = [(step["commit"], step["value"], step["verdict"]) for step in steps]
+    assert matches == [
+        (name, *other_lines)
+        for name, other_lines in zip(
+            commits, [(101, "same"), (101, "same"), (120, "worse")], strict=True
+        )
     ]
     assert steps[2]["worse_by"] == pytest.approx(120 / 101 - 1, abs=1e-4)
 
@@ -104,7 +106,7 @@ def test_kernels_and_variants():
 
 
 def test_roofs_are_measured_or_said_to_be_published():
-    roofs = {kind: rest for kind, _, *rest in roofs_of("NVIDIA H200", RECORDS)}
+    roofs = {kind: other_lines for kind, _, *other_lines in roofs_of("NVIDIA H200", RECORDS)}
     assert roofs == {"copy": [4.0, True], "bfloat16": [700.0, True], "fp8": [1979.0, False]}
     assert [roof[2] for roof in roofs_of("NVIDIA GB200", [])] == [8.0, 2500.0, 5000.0, 10000.0]
     assert roofs_of("another", RECORDS) == []
@@ -127,30 +129,30 @@ def test_the_badge_compares_what_was_measured_on_one_commit():
 
 
 def test_publish(tmp_path, capsys):
-    source, site, one = tmp_path / "r.jsonl", tmp_path / "site", tmp_path / "one.html"
+    source, site, row = tmp_path / "r.jsonl", tmp_path / "site", tmp_path / "one.html"
     write(source, RECORDS)
-    found = read(source)
-    assert main(["dashboard", str(source), "--publish", str(site), "--out", str(one)]) == 0
+    matches = read(source)
+    assert main(["dashboard", str(source), "--publish", str(site), "--out", str(row)]) == 0
     assert capsys.readouterr().out.count(" KB\n") == 4
-    assert (site / "index.html").read_text() == page(found, "records.jsonl")
+    assert (site / "index.html").read_text() == page(matches, "records.jsonl")
     assert (site / "badge.svg").read_text() == badge(RECORDS)
-    assert one.read_text() == page(found)
-    assert {repr(r) for r in read(site / "records.jsonl")} == {repr(r) for r in found}
+    assert row.read_text() == page(matches)
+    assert {repr(r) for r in read(site / "records.jsonl")} == {repr(r) for r in matches}
     assert main(["dashboard"]) == 2
     assert "--out FILE" in capsys.readouterr().err
     source.write_text("")
-    assert main(["dashboard", str(source), "--out", str(one)]) == 2
+    assert main(["dashboard", str(source), "--out", str(row)]) == 2
     assert "no records" in capsys.readouterr().err
 
 
 def test_numerics_are_read_once_and_only_in_their_form(tmp_path):
     file = tmp_path / "n.jsonl"
     save_numerics(file)
-    found = read_numerics([file, file])
-    assert [(r["step"], r["role"]) for r in found if r["direction"] == "rowwise"] == [
+    matches = read_numerics([file, file])
+    assert [(r["step"], r["role"]) for r in matches if r["direction"] == "rowwise"] == [
         (step, role) for step in (0, 1) for role in ("weight", "input")
     ]
-    assert {r["run"] for r in found} == {"a run"} and all(len(r["amax"]) == 2 for r in found)
+    assert {r["run"] for r in matches} == {"a run"} and all(len(r["amax"]) == 2 for r in matches)
     for text in ('{"numerics": 2}', '{"numerics": 1}', "[]", "no JSON"):
         file.write_text(text)
         with pytest.raises(ValueError, match="line 1, is no record of numerics"):

@@ -45,9 +45,9 @@ def shown(folder, which, view):
     """Titles, text and elements of a view; what it writes to its console fails."""
     url = f"{(folder / f'{which}.html').as_uri()}#{view}"
     command = [CHROMIUM, *OPTIONS.split(), f"--user-data-dir={folder / 'profile'}", url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    main = re.search(r"(?s)<main.*</main>", done.stdout)[0]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "CONSOLE" not in process.stderr, process.stderr
+    main = re.search(r"(?s)<main.*</main>", process.stdout)[0]
     return re.findall(r"<h1[^>]*>(.*?)</h1>", main), re.sub("<[^>]*>", " ", main), main
 
 

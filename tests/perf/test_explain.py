@@ -36,35 +36,35 @@ def error(found, seen):
 
 
 def test_held_out_times_on_an_h200_are_predicted_within_15_percent(records, fitted):
-    seen = observed.ours(records)
-    assert {one.suite for one in seen} == {"gemm", "quantize", "layer"}
-    assert fitted.count == len(seen) > 200
+    calls = observed.ours(records)
+    assert {row.suite for row in calls} == {"gemm", "quantize", "layer"}
+    assert fitted.count == len(calls) > 200
     assert fitted.error < 0.15
-    assert statistics.median(error(fitted, one) for one in seen) <= fitted.error + 0.01
+    assert statistics.median(error(fitted, row) for row in calls) <= fitted.error + 0.01
 
 
 def test_an_h100_differs_by_its_bandwidth(records, fitted):
-    errors = [error(fitted, one) for one in observed.ours(records, "H100")]
+    errors = [error(fitted, row) for row in observed.ours(records, "H100")]
     assert len(errors) > 20
     assert statistics.median(errors) < 0.1 and max(errors) < 0.25
 
 
 def test_published_times_on_a_b200(records, fitted):
-    seen = observed.published(records, "B200")
-    assert statistics.median(error(fitted, one) for one in seen) <= B200.doubt
+    calls = observed.published(records, "B200")
+    assert statistics.median(error(fitted, row) for row in calls) <= B200.doubt
     inside = 0
-    for one in seen:
+    for row in calls:
         low, high = map(
-            sum, zip(*[fitted.range(kernel, B200) for kernel in one.kernels], strict=True)
+            sum, zip(*[fitted.range(kernel, B200) for kernel in row.kernels], strict=True)
         )
-        inside += low <= one.microseconds <= high
-    assert inside > 0.75 * len(seen) > 20
+        inside += low <= row.microseconds <= high
+    assert inside > 0.75 * len(calls) > 20
 
 
 def test_times_follow_the_formula(fitted):
     names = ("launch product", "memory product", "overlap product", "multiply fp8, fp8")
     values = dict(zip(names, (2.0, 1.0, 1.0, 1.0), strict=True)) | {"fill product": 1.0}
-    found = replace(fitted, values=values, spread=0.0)
+    got = replace(fitted, values=values, spread=0.0)
     memory, core = 300.0, 400.0
     kernel = Kernel(
         name="",
@@ -76,14 +76,14 @@ def test_times_follow_the_formula(fitted):
         multiply="multiply fp8, fp8",
         waves=10,
     )
-    total, by = found.time(kernel, H200)
+    total, key = got.time(kernel, H200)
     assert total == pytest.approx(2 + math.hypot(memory, core))
-    assert by["power"] == pytest.approx(390)
-    assert found.range(kernel, H200) == pytest.approx((total, total))
+    assert key["power"] == pytest.approx(390)
+    assert got.range(kernel, H200) == pytest.approx((total, total))
 
     def bound(kernel):
-        _, by = found.time(kernel, H200)
-        return max(by, key=by.get)
+        _, key = got.time(kernel, H200)
+        return max(key, key=key.get)
 
     bounds = {
         "power": kernel,
@@ -96,8 +96,8 @@ def test_times_follow_the_formula(fitted):
     decoded = replace(kernel, instructions=1e11, decode="decode x")
     assert bound(decoded) == "issue rate"
     # What no record knows has a range.
-    low, high = found.range(decoded, H200)
-    assert low < found.time(decoded, H200)[0] < high
+    low, high = got.range(decoded, H200)
+    assert low < got.time(decoded, H200)[0] < high
 
 
 def test_it_prints_a_plan(capsys):
@@ -114,15 +114,15 @@ def test_it_prints_a_plan(capsys):
 
 
 def test_plans_add_up(records, fitted):
-    counts, of_rank = Counts(records, B200.arch), layer.Layer((100, 20, 0, 8), 256, 128)
+    counts, rank_rows = Counts(records, B200.arch), layer.Layer((100, 20, 0, 8), 256, 128)
     for recipe in recipes().values():
-        found = explain.plan(of_rank, recipe, B200, fitted, counts)
-        assert found.basis == "prediction"
-        for time in found.times.values():
+        got = explain.plan(rank_rows, recipe, B200, fitted, counts)
+        assert got.basis == "prediction"
+        for time in got.times.values():
             assert 0 < time.low < time.value < time.high
-        assert sum(found.bounds.values()) == pytest.approx(1)
-        both = found.times["forward"].value + found.times["backward"].value
-        assert found.times["step"].value == pytest.approx(both)
+        assert sum(got.bounds.values()) == pytest.approx(1)
+        pairs = got.times["forward"].value + got.times["backward"].value
+        assert got.times["step"].value == pytest.approx(pairs)
 
 
 def test_recipes_say_which_sizes_they_do_not_take(capsys):

@@ -125,7 +125,8 @@ def test_quacks_experts(passes, monkeypatch):
     peer, style = quack.PEER({}), moe.MOE_OPTIONS["DeepSeek-V3"]
     works = [layer.LayerWork("mlp", moe.TINY, 60, "zipf", passes, CPU)]
     works += [
-        moe.MoEWork("moe", moe.TINY, 30, "random", passes, CPU, options=own) for own in ({}, style)
+        moe.MoEWork("moe", moe.TINY, 30, "random", passes, CPU, options=package)
+        for package in ({}, style)
     ]
     works.append(moe.ExpertsWork(moe.TINY, 30, "random", passes, CPU))
     for work, offered in zip(

@@ -35,8 +35,8 @@ def test_the_readme_is_up_to_date():
 def test_a_changed_number_is_found(tmp_path, monkeypatch, capsys):
     text = readme.README.read_text()
     wrong = tmp_path / "README.md"
-    found = next(f for f in readme._BLOCK.finditer(text) if f["name"] == "gemm-h200")
-    row = next(line for line in found["body"].splitlines() if line.startswith("| 16 |"))
+    got = next(f for f in readme._BLOCK.finditer(text) if f["name"] == "gemm-h200")
+    row = next(line for line in got["body"].splitlines() if line.startswith("| 16 |"))
     wrong.write_text(text.replace(row, row.replace("1", "7")))
     monkeypatch.setattr(readme, "README", wrong)
     assert main(["readme", "--check"]) == 1
@@ -61,8 +61,8 @@ def test_cells_show_median_spread_and_share():
 
 def test_the_newest_record_counts_and_other_runs_are_marked():
     newer = changed(commit="fffffff", time="2026-11-21", value=100.0, spread=None, origin="noted")
-    others = [changed(case={"rows": 64}), changed(case={"rows": 64}, contender="torch")]
-    text = readme.render(TABLE, [newer, RECORD, *others])
+    other_rows = [changed(case={"rows": 64}), changed(case={"rows": 64}, contender="torch")]
+    text = readme.render(TABLE, [newer, RECORD, *other_rows])
     assert "| 1 | 100¹ |  | 100 %¹ |" in text
     assert "The spread of some records is unknown." in text
     assert "Measured 2026-11-20 (commit cd73e60); ¹2026-11-21 (commit fffffff, from notes)." in text
@@ -81,6 +81,6 @@ def test_what_is_not_there_is_said():
     assert readme.render(TABLE, [changed(kind="cpu")]) == "Not measured yet.\n"
     assert "torch" not in readme.render(TABLE, [RECORD])
     lost = changed(contender="torch", quantity=FAILURE, value=1.0, unit="1")
-    for other in ([], [changed(contender="torch", time="2026-11-01")]):
-        assert "| 1 | 141 ± 2 | failed | 71 % |" in readme.render(TABLE, [RECORD, lost, *other])
+    for other_row in ([], [changed(contender="torch", time="2026-11-01")]):
+        assert "| 1 | 141 ± 2 | failed | 71 % |" in readme.render(TABLE, [RECORD, lost, *other_row])
     assert "failed" not in readme.render(TABLE, [RECORD, lost, changed(contender="torch")])

@@ -134,15 +134,15 @@ def test_rates_and_shares_are_of_the_least_work():
 
 def test_the_latest_of_one_thing():
     older = replace(BASE, time="2026-11-19", value=1.0)
-    other = replace(BASE, case={"rows": 3}, time="2026-11-01")
-    assert latest([BASE, older, other]) == [BASE, other]
+    changed = replace(BASE, case={"rows": 3}, time="2026-11-01")
+    assert latest([BASE, older, changed]) == [BASE, changed]
     assert latest([older, BASE]) == [BASE]
 
 
 def test_committed_records_are_records():
-    found = load(RESULTS)
-    assert {r.suite for r in found} >= {"quantize", "gemm", "layer", "host", "counts", "memory"}
-    for record in found:
+    loaded = load(RESULTS)
+    assert {r.suite for r in loaded} >= {"quantize", "gemm", "layer", "host", "counts", "memory"}
+    for record in loaded:
         assert record.time >= "2026-11-20" and (record.commit or record.note), record
         assert record.gpu or record.machine, record
         assert record.origin != "noted" or record.note, record

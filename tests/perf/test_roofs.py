@@ -33,14 +33,14 @@ def test_more_bytes_than_the_memory_moves_are_refused():
     )
     assert "has at most 3.518" in changed(gpu="NVIDIA H100 80GB HBM3")
     assert changed(unit="ms", bytes=490e9) == "" and "TB/s" in changed(unit="ms", bytes=510e9)
-    for other in (
+    for slower in (
         {"kind": "cpu"},
         {"gpu": "NVIDIA A100"},
         {"unit": "1"},
         {"value": 0.0},
         {"bytes": None},
     ):
-        assert changed(**{"bytes": 510 * MB, **other}) == "", other
+        assert changed(**{"bytes": 510 * MB, **slower}) == "", slower
 
 
 def test_l2_may_hold_operands_unless_the_protocol_is_cold():
@@ -128,16 +128,16 @@ def test_bytes_of_the_case_would_be_refused():
         "suite": "moe",
         "quantity": "time",
     }
-    found = [
+    got = [
         r
         for r in load(RESULTS)
         if case.items() <= r.case.items() and all(getattr(r, n) == w for n, w in where.items())
     ]
-    assert found
-    for record in found:
-        of_case = layer_work(record.case, "torch", "BF16").bytes
+    assert got
+    for record in got:
+        case_records = layer_work(record.case, "torch", "BF16").bytes
         assert why_impossible(record) == "" and "TB/s" in why_impossible(
-            replace(record, bytes=of_case)
+            replace(record, bytes=case_records)
         )
 
 
@@ -156,15 +156,15 @@ def test_an_impossible_record_is_not_kept(who, capsys):
     times[0][0] = replace(times[0][0], value=300.0)
     facts = {"kind": "gpu", "gpu": "NVIDIA H200"}
     with unittest.mock.patch.object(METER, "measure", lambda contenders, runs: times):
-        found = measure_task(
+        got_value = measure_task(
             Task("s", {"rows": 1}, lambda copy: [fast, slow]), METER, facts, Selection(), report
         )
-    assert [(r.contender, r.quantity) for r in found] == [
+    assert [(r.contender, r.quantity) for r in got_value] == [
         ("slow", "eager time"),
         ("slow", "time"),
         (who, FAILURE),
     ]
-    assert "5.1 TB/s" in found[-1].note and report.is_bad == (who == "ours")
+    assert "5.1 TB/s" in got_value[-1].note and report.is_bad == (who == "ours")
     assert print_report(report) == report.is_bad
     assert (
         f"IMPOSSIBLE, so not kept: s rows=1: {who} [bfloat16]: its bytes take 5.1 TB/s"

@@ -49,21 +49,21 @@ def test_who_is_wrong_is_not_timed():
     missing = contender("missing", 0.0, raises=UnsupportedError("op: no kernel yet"))
     right = contender("right", 0.1)
     task = Task("s", {"rows": 1}, lambda copy: [nan, wrong, broken, missing, right])
-    found, report = measured(task, versions={"t": "2"})
-    assert [r.contender for r in found if r.quantity == "time"] == ["right"]
-    assert [r.contender for r in found if r.quantity == FAILURE] == ["nan", "wrong", "broken"]
-    assert found[0].error == 0.1 and found[0].versions == {"t": "2", "right": "1"}
-    assert found[-1].note == "RuntimeError: no such symbol"
+    records, report = measured(task, versions={"t": "2"})
+    assert [r.contender for r in records if r.quantity == "time"] == ["right"]
+    assert [r.contender for r in records if r.quantity == FAILURE] == ["nan", "wrong", "broken"]
+    assert records[0].error == 0.1 and records[0].versions == {"t": "2", "right": "1"}
+    assert records[-1].note == "RuntimeError: no such symbol"
     assert len(report.wrong) == 2 and "relative error 0.2, at most 0.1" in report.wrong[1]
     assert report.failed == ["s rows=1: broken [f]: RuntimeError: no such symbol"]
     assert report.unsupported == ["missing [f]: no kernel yet"]
     # Peers may be wrong; if we are, the command fails.
     assert not report.is_bad
     for ours in (contender("ours", 0.2), contender("ours, kept", 0.0, raises=ValueError("no"))):
-        found, report = measured(
+        records, report = measured(
             Task("s", {"rows": 1}, functools.partial(lambda c, copy: [c], ours))
         )
-        assert {r.quantity for r in found} == {FAILURE} and report.is_bad
+        assert {r.quantity for r in records} == {FAILURE} and report.is_bad
 
 
 def test_who_cannot_be_timed_does_not_disturb_the_others():
@@ -78,17 +78,17 @@ def test_who_cannot_be_timed_does_not_disturb_the_others():
         return run
 
     broken = Contender("broken", "f", prepare, lambda got: 0.0)
-    found, report = measured(Task("s", {}, lambda copy: [contender("right", 0.0), broken]))
-    assert [(r.contender, r.quantity) for r in found] == [("right", "time"), ("broken", FAILURE)]
+    records, report = measured(Task("s", {}, lambda copy: [contender("right", 0.0), broken]))
+    assert [(r.contender, r.quantity) for r in records] == [("right", "time"), ("broken", FAILURE)]
     assert report.failed == ["s : broken [f]: RuntimeError: not under capture"]
 
 
 def test_only_times_of_all_the_work_have_a_rate():
     """On a GPU a step has parts, some of which take no time at all."""
     times = {"time": 2.0, "eager time": 4.0, "GPU time of GEMM": 0.0}
-    found = [[Measurement(quantity, us, "us", "p") for quantity, us in times.items()]]
+    records_value = [[Measurement(quantity, us, "us", "p") for quantity, us in times.items()]]
     task = Task("s", {}, lambda copy: [contender("ours", 0.0)])
-    with unittest.mock.patch.object(METER, "measure", lambda contenders, runs: found):
+    with unittest.mock.patch.object(METER, "measure", lambda contenders, runs: records_value):
         records, _ = measured(task, kind="gpu", ceilings={"copy": 1.0})
     assert [r.share("copy") for r in records] == [8e-6 / 2, 8e-6 / 4, None]
     assert dataclasses.replace(records[0], value=0.0).share("copy") is None
@@ -96,13 +96,13 @@ def test_only_times_of_all_the_work_have_a_rate():
 
 def test_contenders_are_chosen_by_name_and_format():
     task = Task("s", {"rows": 1}, lambda copy: [contender("ours", 0.0), contender("torch", 0.0)])
-    for (who, fmt), wanted in {
+    for (contender_value, fmt), wanted in {
         ("tor", ""): ["torch"],
         ("", "g"): [],
         ("s$", "f"): ["ours"],
     }.items():
-        found, _ = measured(task, Selection(contender=who, format=fmt))
-        assert [r.contender for r in found] == wanted
+        records, _ = measured(task, Selection(contender=contender_value, format=fmt))
+        assert [r.contender for r in records] == wanted
     assert task.matches("rows=1$") and not task.matches("rows=2")
 
 
@@ -111,13 +111,13 @@ def test_products_are_checked_against_fp32(product):
     """A result that is right passes, and one with a group, a row or a scale wrong does not."""
     work = Operands(SHAPE, 40, product, "17 0 23", CPU, seed=1)
     a, b = work.a.double(), work.b.double()
-    parts = []
-    for group, part in enumerate(torch.arange(40).split([17, 0, 23])):
+    texts = []
+    for group, text in enumerate(torch.arange(40).split([17, 0, 23])):
         if product == "wgrad":
-            parts.append(a[part].T @ b[part])
+            texts.append(a[text].T @ b[text])
         else:
-            parts.append(a[part] @ (b[group] if product == "dgrad" else b[group].T))
-    right = (torch.stack if product == "wgrad" else torch.cat)(parts).bfloat16()
+            texts.append(a[text] @ (b[group] if product == "dgrad" else b[group].T))
+    right = (torch.stack if product == "wgrad" else torch.cat)(texts).bfloat16()
     assert work.error(right) < 3e-3
     assert work.error(right * 1.02) > 1e-2
     assert work.error(right.flip(0)) > 0.5
@@ -163,17 +163,17 @@ def test_least_bytes_count_each_input_once():
 def test_gemm_on_the_reference():
     options = Options(peers=[PEER({})])
     for product in ("fprop", "dgrad", "wgrad"):
-        found, report = measured(gemm.task(METER, options, SHAPE, 30, product, "11 0 19"))
+        records, report = measured(gemm.task(METER, options, SHAPE, 30, product, "11 0 19"))
         assert not report.failed and not report.wrong
-        who = {(r.contender, r.format) for r in found}
-        assert {("ours", "bfloat16"), ("torch", "bfloat16")} < who
-        assert all(r.value > 0 and r.repeats == 2 and r.flops for r in found)
+        contender = {(r.contender, r.format) for r in records}
+        assert {("ours", "bfloat16"), ("torch", "bfloat16")} < contender
+        assert all(r.value > 0 and r.repeats == 2 and r.flops for r in records)
         assert (
             "ours, tokens quantized too",
             "nvfp4:row_scaled x nvfp4",
-        ) in who or product != "fprop"
-        assert (("ours, accumulating", "fp8 x fp8") in who) == (product == "wgrad")
-        moved = {r.contender: r.bytes for r in found if r.format == "bfloat16"}
+        ) in contender or product != "fprop"
+        assert (("ours, accumulating", "fp8 x fp8") in contender) == (product == "wgrad")
+        moved = {r.contender: r.bytes for r in records if r.format == "bfloat16"}
         if product == "wgrad":
             # Its fp32 is read and written, where the others write bf16.
             assert moved["ours, accumulating"] - moved["ours"] == 6 * 3 * 64 * 32
@@ -187,8 +187,8 @@ def test_gemm_on_the_reference():
     ],
 )
 def test_layers_are_compared_with_fp32(work):
-    kind, *which = work
-    work = kind(*which, layer.PASSES[1], CPU)
+    kind, *name = work
+    work = kind(*name, layer.PASSES[1], CPU)
     results = [t.clone() for t in work.expected]
     assert work.error(results) == 0.0 and len(results) == 2 + len(work.weights)
     for index in range(len(results)):
@@ -210,17 +210,17 @@ def test_mixtures_on_the_reference(case):
         METER, Options(peers=[p for p in all_peers({}) if not p.missing(METER)])
     )
     for task in (t for t in tasks if t.matches(case)):
-        found, report = measured(task)
+        records, report = measured(task)
         assert not report.failed and not report.wrong
-        kept = {
+        saved_records = {
             (f"ours{how}", name)
             for how in ("", ", weight kept")
             for name in ("FP8Block", "NVFP4RowScaled")
         }
-        assert {(r.contender, r.format) for r in found} >= {
+        assert {(r.contender, r.format) for r in records} >= {
             ("ours", "BF16"),
             ("torch", "BF16"),
-            *kept,
+            *saved_records,
         }
 
 

@@ -66,10 +66,10 @@ def test_a_training_step_reads_weights_twice_and_writes_their_gradients():
         == rows + 2 * ROWS * HIDDEN + 2 * 2 * (UP + DOWN) + gradients + z
     )
     x = 2 * element_bytes(parse("fp8_block")) * ROWS * HIDDEN
-    kept = rows + x + 2 * BLOCK * (UP + DOWN) + gradients + z
-    assert moved("FP8Block", "ours, weight kept", passes=TRAINING) == kept
+    saved = rows + x + 2 * BLOCK * (UP + DOWN) + gradients + z
+    assert moved("FP8Block", "ours, weight kept", passes=TRAINING) == saved
     quantizing = (2 + 2 * BLOCK) * GROUPS * (UP + DOWN)
-    assert moved("FP8Block", passes=TRAINING) == pytest.approx(kept + quantizing)
+    assert moved("FP8Block", passes=TRAINING) == pytest.approx(saved + quantizing)
 
 
 def test_a_mixture_reads_the_experts_that_tokens_chose():
@@ -81,9 +81,9 @@ def test_a_mixture_reads_the_experts_that_tokens_chose():
     assert work.flops == 2 * 64 * (512 * HIDDEN + 2 * (UP + DOWN))
     assert layer_work({**MIXTURE, "pass": TRAINING}, "ours", "BF16").flops == 3 * work.flops
     assert moved("BF16", case={**MIXTURE, "routing": "zipf"}) < moved("BF16", case=MIXTURE)
-    own = {**MIXTURE, "model": "DeepSeek-V3", "scope": "model"}
+    package = {**MIXTURE, "model": "DeepSeek-V3", "scope": "model"}
     shared = 3 * HIDDEN * MOE_OPTIONS["DeepSeek-V3"]["shared_intermediate_size"]
-    assert moved("BF16", case=own) == pytest.approx(moved("BF16", case=MIXTURE) + 2 * shared)
+    assert moved("BF16", case=package) == pytest.approx(moved("BF16", case=MIXTURE) + 2 * shared)
     alone = moved("BF16", case={**MIXTURE, "scope": "experts"})
     assert alone == pytest.approx(2 * 64 * HIDDEN + 2 * 128 * HIDDEN + 2 * filled * (UP + DOWN))
 
@@ -103,19 +103,19 @@ def test_contenders_have_the_work_that_their_records_say(suite):
     tasks = list(suite.tasks(METER, Options(peers=peers)))
     assert tasks
     for task in tasks:
-        by_key = {}
-        for one in task.contenders(0):
+        counts = {}
+        for record in task.contenders(0):
             facts = {
                 "suite": task.suite,
                 "case": task.case,
-                "contender": one.name,
-                "format": one.format,
+                "contender": record.name,
+                "format": record.format,
             }
             work = work_of(facts)
-            assert (one.bytes, one.flops) == (work.bytes, work.flops), task
-            by_key[one.name, one.format] = one
-        quantized, kept = (by_key[name, "FP8Block"] for name in ("ours", "ours, weight kept"))
-        assert kept.bytes < quantized.bytes and kept.flops == quantized.flops
+            assert (record.bytes, record.flops) == (work.bytes, work.flops), task
+            counts[record.name, record.format] = record
+        quantized, saved = (counts[name, "FP8Block"] for name in ("ours", "ours, weight kept"))
+        assert saved.bytes < quantized.bytes and saved.flops == quantized.flops
 
 
 def test_other_records_keep_their_work():
@@ -138,20 +138,20 @@ def test_work_of_older_records_is_that_of_the_contender(tmp_path):
         bytes=1e12,
         flops=1.0,
     )
-    parts = [
+    pieces = [
         replace(record, quantity=quantity, unit=unit)
         for quantity, unit in (("GPU time of GEMM", "us"), ("failure", "1"))
     ]
-    write(path, [record, *parts])
-    assert [found.bytes for found in read(path)] == [1e12] * 3
+    write(path, [record, *pieces])
+    assert [got.bytes for got in read(path)] == [1e12] * 3
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
         row["what"], row["schema"] = row.pop("quantity"), 1
     path.write_text("\n".join(map(json.dumps, rows)))
-    first, *others = read(path)
+    base, *remaining = read(path)
     work = layer_work(case, "ours, weight kept", "FP8Block")
-    assert (first.bytes, first.flops, first.schema) == (work.bytes, work.flops, SCHEMA)
-    assert [found.bytes for found in others] == [1e12] * 2
+    assert (base.bytes, base.flops, base.schema) == (work.bytes, work.flops, SCHEMA)
+    assert [got.bytes for got in remaining] == [1e12] * 2
     del rows[0]["what"]
     path.write_text(json.dumps(rows[0]))
     with pytest.raises(ValueError, match="line 1"):
@@ -159,15 +159,15 @@ def test_work_of_older_records_is_that_of_the_contender(tmp_path):
 
 
 def test_committed_rates_are_below_the_memory_of_the_gpu():
-    found = [
+    got = [
         r
         for r in load(RESULTS)
         if r.kind == "gpu" and r.quantity == "time" and r.suite in ("layer", "moe")
     ]
-    kept = [r for r in found if r.contender == "ours, weight kept" and r.gpu == "NVIDIA H200"]
-    assert len(found) > 150 and len(kept) > 40
-    assert all(r.tbs < 4.8 for r in found)
-    sizes = {(r.format, *r.case.items()): r.bytes for r in kept if r.case["pass"] == FORWARD}
+    saved = [r for r in got if r.contender == "ours, weight kept" and r.gpu == "NVIDIA H200"]
+    assert len(got) > 150 and len(saved) > 40
+    assert all(r.tbs < 4.8 for r in got)
+    sizes = {(r.format, *r.case.items()): r.bytes for r in saved if r.case["pass"] == FORWARD}
     assert all(size < 2**33 for size in sizes.values())
 
 
