@@ -131,10 +131,10 @@ class ColumnDecoder:
         pitch, matrix = Int64(codes.shape[rank - 1]), Int64(0)
         if not self.is_transposed:
             pitch = Int64(codes.stride[rank - 2])
-            slot = slot.tile * TILE_ROWS + quarter * QUARTER_ROWS
+            first_slot = slot.tile * TILE_ROWS + quarter * QUARTER_ROWS
             if self.config.grouping == "uniform":
                 matrix = Int64(slot.group) * codes.stride[0]
-            return codes.iterator.toint() + matrix + slot * pitch + column, pitch
+            return codes.iterator.toint() + matrix + first_slot * pitch + column, pitch
         if self.config.grouping == "uniform":
             matrix = Int64(slot.group) * cols * pitch
         address = codes.iterator.toint() + matrix + column * pitch
