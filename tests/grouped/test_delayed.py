@@ -26,7 +26,7 @@ from tests.helpers import (
     sample,
     save_and_load,
 )
-from tests.ops.test_delayed_update import by_column
+from tests.ops.test_delayed_update import apply_oracle
 
 G, K, N = 3, 64, 48
 RECIPE = recipes.FP8Delayed(history_length=4)
@@ -86,7 +86,7 @@ class ComposedLayer:
     def update(self):
         recipe = self.recipe
         for role in ROLES:
-            self.history[role], self.scale[role] = by_column(
+            self.history[role], self.scale[role] = apply_oracle(
                 self.history[role],
                 self.scale[role],
                 getattr(recipe, role).dtype,
