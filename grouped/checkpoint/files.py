@@ -1,4 +1,4 @@
-"""Folders of safetensors files: read by name, written shard by shard."""
+"""Folders of safetensors files: tensors are read by name and written shard by shard."""
 
 import json
 import os
@@ -20,31 +20,31 @@ except ImportError as error:
         "grouped.checkpoint needs safetensors: pip install 'grouped-kernels[checkpoint]'"
     ) from error
 
-#: The most bytes of a file, by default.
+#: Default limit of the bytes in a file.
 SHARD_BYTES = 5 * 10**9
-#: The configuration files of a folder, of which ModelOpt writes the second one, too.
+#: Names of the configuration files in a folder. ModelOpt writes the latter.
 CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
-#: The file that a writer makes first in its folder and removes last.
+#: Name of the file that a writer creates first in its folder and removes last.
 CLAIM = ".writing-checkpoint"
 _INDEX = "model.safetensors.index.json"
-#: How the names of files end that a new checkpoint would be mixed with.
-OF_CHECKPOINTS = (".safetensors", ".safetensors.index.json", MODELOPT_CONFIG)
+#: Name suffixes of checkpoint files, which must not be in the folder of a new checkpoint.
+CHECKPOINT_SUFFIXES = (".safetensors", ".safetensors.index.json", MODELOPT_CONFIG)
 
 
-def progress(items: Any, what: str) -> Any:
-    """``items`` with a progress bar on a terminal, if tqdm is installed."""
+def progress(items: Any, label: str) -> Any:
+    """Return ``items`` with a progress bar on a terminal, if tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
         return items
-    return tqdm(items, what, disable=None)
+    return tqdm(items, label, disable=None)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file has; {} if there is no such file.
+    """Return the object in a JSON file, or {} if there is no such file.
 
     Raises:
-        ValueError: the file is no JSON, or is not an object.
+        ValueError: The file is no JSON, or has no object.
     """
     if not path.exists():
         return {}
@@ -58,6 +58,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
+    """Return the file name of each tensor name in an index.
+
+    Raises:
+        ValueError: There is no such mapping, or it names files outside of the folder.
+    """
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not all(
         isinstance(file, str) and file for file in files.values()
@@ -81,8 +86,11 @@ def _open(path: Path) -> Any:
 
 
 class Header(NamedTuple):
-    """Shape and dtype of a tensor, as its file states them; the dtype by its name in safetensors,
-    such as ``"BF16"``.
+    """Shape and dtype of a tensor in a file.
+
+    Attributes:
+        shape: The shape.
+        dtype: The name of the dtype in safetensors, such as ``"BF16"``.
     """
 
     shape: tuple[int, ...]
@@ -92,22 +100,22 @@ class Header(NamedTuple):
         return f"{self.dtype} of shape {self.shape}"
 
 
-#: Names that safetensors gives to floating-point dtypes which need no scales.
+#: Names in safetensors of the floating-point dtypes that need no scales.
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 class Reader:
-    """The tensors of a folder by name; each is read when it is asked for.
+    """Mapping from names to the tensors of a folder. Each access reads a tensor.
 
     Attributes:
-        folder: the folder.
-        bytes_read: bytes of all tensors, and parts of tensors, that were read.
+        folder: The folder.
+        bytes_read: Bytes of all tensors and slices that were read.
 
     Raises:
-        FileNotFoundError: the folder has no safetensors file, or lacks one that its index
+        FileNotFoundError: The folder has no safetensors file, or lacks a file that its index
             names.
-        ValueError: a file or the index is damaged, two files have a tensor of one name and no
-            index says which counts, or the index names files outside of the folder.
+        ValueError: A file or the index is damaged. Or two files have a tensor of the same name and
+            there is no index. Or the index names files outside of the folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -133,7 +141,8 @@ class Reader:
                 for name in opened.keys():  # noqa: SIM118
                     if indexed.setdefault(name, file) != file:
                         raise ValueError(
-                            f"{self.folder / indexed[name]} and {file} both have {name}: remove one of them"
+                            f"{self.folder / indexed[name]} and {file} both have {name}: remove "
+                            "one of them"
                         )
         tensors = {file: set(opened.keys()) for file, opened in files.items()}
         for name, file in indexed.items():
@@ -154,77 +163,83 @@ class Reader:
         return self._read(name, lambda file: file.get_tensor(name))
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        """Rows of a tensor, along its first dimension; nothing else of it is read."""
+        """Read rows of a tensor along its leading dimension, and nothing else of it."""
         return self._read(name, lambda file: file.get_slice(name)[rows])
 
     def header(self, name: str) -> Header:
-        """Shape and dtype of a tensor, without reading it."""
+        """Return shape and dtype of a tensor without reading it."""
         stored = self._files[self._file_names[name]].get_slice(name)
         return Header(tuple(stored.get_shape()), stored.get_dtype())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
+        """Return the shape of a tensor without reading it."""
         return self.header(name).shape
 
     def path(self, name: str) -> Path:
-        """The file that has a tensor."""
+        """Return the path of the file that has a tensor."""
         return self.folder / self._file_names[name]
 
-    def where(self, name: str) -> str:
-        """A tensor and its file, for messages."""
+    def describe(self, name: str) -> str:
+        """Return the names of a tensor and its file, for messages."""
         return f"{name} in {self.path(name)}"
 
     def config(self) -> dict[str, Any]:
-        """``config.json``; {} if there is none.
+        """Return the content of ``config.json``, or {} if there is none.
 
         Raises:
-            ValueError: it is no JSON object.
+            ValueError: The file has no JSON object.
         """
         return read_json(self.folder / CONFIG)
 
     def _read(self, name: str, read: Callable[[Any], Tensor]) -> Tensor:
+        """Call ``read`` on the open file of a tensor, and count the bytes."""
         try:
             tensor = read(self._files[self._file_names[name]])
         except (SafetensorError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(
-                f"{self.where(name)} cannot be read as {self.header(name)}: {error}"
+                f"{self.describe(name)} cannot be read as {self.header(name)}: {error}"
             ) from None
         self.bytes_read += tensor.nbytes
         return tensor
 
 
 class Writer:
-    """Writes tensors to files of at most ``shard_bytes``, and their index.
+    """Writes tensors to files of at most ``shard_bytes``, and an index of the files.
 
-    Tensors are held until a file is full, so up to ``shard_bytes`` and one tensor are in memory.
+    Tensors stay in memory until a file is full: up to ``shard_bytes`` plus one tensor.
 
-    The folder belongs to one writer from the constructor to ``close``: a file named ``CLAIM`` says
-    so, and ``Reader`` refuses a folder that has one. Temporary files are renamed at the end, the
-    index last. If there is an error inside the ``with`` block, the writer removes its own files and
-    no others.
+    The folder belongs to one writer from the constructor to ``close``. The file ``CLAIM`` marks
+    this, and ``Reader`` refuses a folder that has one. Temporary files are renamed at the end, the
+    index after all others. If there is an error inside the ``with`` block, the writer removes its
+    files and no others.
+
+    Args:
+        folder: The folder. It is created if it does not exist.
+        shard_bytes: Limit of the bytes in a file. A larger tensor gets a file by itself.
 
     Raises:
-        FileExistsError: the folder has files of a checkpoint, or another writer's claim.
+        FileExistsError: The folder has files of a checkpoint, or another writer's claim.
         ValueError: ``shard_bytes`` is no positive integer, or a name is added twice.
-        OSError: a file cannot be written.
+        OSError: A file cannot be written.
     """
 
     def __init__(self, folder: str | Path, shard_bytes: int) -> None:
         if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes <= 0:
             raise ValueError(
-                f"shard_bytes must be a positive integer, such as 5 * 10**9 for 5 GB, got {shard_bytes!r}"
+                "shard_bytes must be a positive integer, such as 5 * 10**9 for 5 GB, got "
+                f"{shard_bytes!r}"
             )
-        self._folder, self._most = Path(folder), shard_bytes
+        self._folder, self._shard_bytes = Path(folder), shard_bytes
         self._folder.mkdir(parents=True, exist_ok=True)
         self._token = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         _claim(self._folder, self._token)
         self._written: list[Path] = []
-        self._held: dict[str, Tensor] = {}
+        self._pending: dict[str, Tensor] = {}
         self._shards: list[tuple[str, ...]] = []
         self._names = set[str]()
         self._bytes = self._total = 0
         present = sorted(
-            path.name for path in self._folder.iterdir() if path.name.endswith(OF_CHECKPOINTS)
+            path.name for path in self._folder.iterdir() if path.name.endswith(CHECKPOINT_SUFFIXES)
         )
         if present:
             self._release()
@@ -251,13 +266,13 @@ class Writer:
         return self._names
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor; a full file is written."""
+        """Add a tensor, and write a file if it is full."""
         if name in self._names:
             raise ValueError(f"two tensors would be called {name!r}")
         self._names.add(name)
-        if self._held and self._bytes + tensor.nbytes > self._most:
+        if self._pending and self._bytes + tensor.nbytes > self._shard_bytes:
             self._flush()
-        self._held[name] = tensor.detach().cpu().contiguous().clone()
+        self._pending[name] = tensor.detach().cpu().contiguous().clone()
         self._bytes += tensor.nbytes
         self._total += tensor.nbytes
 
@@ -267,15 +282,15 @@ class Writer:
         """Finish the folder.
 
         Args:
-            write_json: returns the content of JSON files by name. It is called when all tensors
+            write_json: Returns the content of JSON files by name. It is called after all tensors
                 are written.
-            copies: files to copy into the folder.
+            copies: Paths of files to copy into the folder.
         """
         self._flush()
         contents = {name: json.dumps(content, indent=2) for name, content in write_json().items()}
         self._check_claim()
         for path in copies:
-            shutil.copy2(path, self._own(path.name))
+            shutil.copy2(path, self._register(path.name))
         for name, text in contents.items():
             self._write_text(name, text)
         count, files = len(self._shards), dict[str, str]()
@@ -285,52 +300,55 @@ class Writer:
                 if count == 1
                 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
             )
-            self._part(i).rename(self._own(file))
+            self._shard_path(i).rename(self._register(file))
             files |= dict.fromkeys(shard, file)
         if count > 1:
             index = {"metadata": {"total_size": self._total}, "weight_map": files}
             self._write_text(_INDEX, json.dumps(index, indent=2))
         self._release()
 
-    def _own(self, name: str) -> Path:
-        """The path of a file that this writer makes, and removes if there is an error."""
+    def _register(self, name: str) -> Path:
+        """Return the path of a file that this writer creates, and removes if there is an error."""
         self._written.append(self._folder / name)
         return self._written[-1]
 
     def _write_text(self, name: str, text: str) -> None:
-        part = self._own(f"{name}.{self._token}.partial")
+        """Write a text file under a temporary name, and rename it."""
+        partial = self._register(f"{name}.{self._token}.partial")
         try:
-            part.write_text(text)
-        except OSError as error:  # Where a disk is full, the system's error names no file.
-            raise OSError(error.errno, f"{part} cannot be written: {error.strerror}") from None
-        part.replace(self._own(name))
+            partial.write_text(text)
+        except OSError as error:  # The system's error for a full disk names no file.
+            raise OSError(error.errno, f"{partial} cannot be written: {error.strerror}") from None
+        partial.replace(self._register(name))
 
-    def _part(self, index: int) -> Path:
+    def _shard_path(self, index: int) -> Path:
         return self._folder / f"shard-{index}.{self._token}.partial"
 
     def _flush(self) -> None:
-        if self._held:
-            part = self._own(self._part(len(self._shards)).name)
+        """Write the pending tensors to a temporary file."""
+        if self._pending:
+            partial = self._register(self._shard_path(len(self._shards)).name)
             try:
-                save_file(self._held, part, {"format": "pt"})
+                save_file(self._pending, partial, {"format": "pt"})
             except SafetensorError as error:
-                raise OSError(f"{part} cannot be written: {error}") from None
-            self._shards.append(tuple(self._held))
-        self._held, self._bytes = {}, 0
+                raise OSError(f"{partial} cannot be written: {error}") from None
+            self._shards.append(tuple(self._pending))
+        self._pending, self._bytes = {}, 0
 
     def _check_claim(self) -> None:
-        if _claimed(self._folder).get("token") != self._token:
+        if _read_claim(self._folder).get("token") != self._token:
             raise FileExistsError(
-                f"{self._folder / CLAIM} was removed or replaced while this process wrote to the folder: choose another folder"
+                f"{self._folder / CLAIM} was removed or replaced while this process wrote to the "
+                "folder: choose another folder"
             )
 
     def _release(self) -> None:
-        if _claimed(self._folder).get("token") == self._token:
+        if _read_claim(self._folder).get("token") == self._token:
             (self._folder / CLAIM).unlink(missing_ok=True)
 
 
 def _claim(folder: Path, token: str) -> None:
-    """Make the claim file of a folder, which fails if there is one."""
+    """Create the claim file of a folder; raise FileExistsError if there is one."""
     text = json.dumps(
         {"pid": os.getpid(), "host": socket.gethostname(), "time": time.ctime(), "token": token}
     )
@@ -341,8 +359,8 @@ def _claim(folder: Path, token: str) -> None:
         raise FileExistsError(f"{folder} is in use: {claim_message(folder)}") from None
 
 
-def _claimed(folder: Path) -> dict[str, Any]:
-    """The content of the claim file; {} if there is none that can be read."""
+def _read_claim(folder: Path) -> dict[str, Any]:
+    """Return the content of the claim file, or {} if there is none that can be read."""
     try:
         content = json.loads((folder / CLAIM).read_text())
     except (OSError, ValueError):
@@ -351,17 +369,21 @@ def _claimed(folder: Path) -> dict[str, Any]:
 
 
 def claim_message(folder: Path) -> str:
-    """The process that claims a folder, and how to free the folder."""
-    claim = _claimed(folder)
+    """Return a message about the process that claims a folder, and how to free the folder."""
+    claim = _read_claim(folder)
     pid, host = claim.get("pid", "unknown"), claim.get("host", "unknown")
-    text = f"process {pid} on {host} writes a checkpoint there since {claim.get('time', 'an unknown time')}"
+    start = claim.get("time", "an unknown time")
+    text = f"process {pid} on {host} writes a checkpoint there since {start}"
     if host == socket.gethostname() and isinstance(pid, int) and not _is_running(pid):
         text = f"process {pid} wrote a checkpoint there and has ended before it finished"
-    out = f"If no process writes to it, remove {folder / CLAIM} and the *.partial files, or choose another folder"
-    return f"{text}. {out}"
+    return (
+        f"{text}. If no process writes to it, remove {folder / CLAIM} and the *.partial files, or "
+        "choose another folder"
+    )
 
 
 def _is_running(pid: int) -> bool:
+    """Return True if a process with this id exists on this host."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -51,8 +51,8 @@ class Report:
         ignored: Names in the checkpoint that do not change results. These are scales of a quantized
             KV cache and of attention, tables of rotary embeddings, multi-token prediction layers,
             second copies of tied weights, and factors of 1.
-        zero_scales: Names in the checkpoint of weights that are zero because of a zero scale, such
-            as those of experts without tokens in training.
+        zero_scales: Names of weights that are zero. Their scale in the checkpoint is zero, as for
+            experts without tokens in training.
         unexpected: Further names in the checkpoint that the module does not have.
     """
 
@@ -95,7 +95,7 @@ def load(
         module: A model of ``grouped.nn`` layers, or a transformers model with an experts
             implementation of ``grouped.integrations.transformers``. It must be on the device where
             it will run.
-        folder: A folder of safetensors files, with or without an index.
+        folder: A folder of safetensors files. An index is optional.
         rename: Regular expressions and their replacements, which turn names of the module into
             names of the checkpoint: ``{"mlp": "block_sparse_moe"}``.
         strict: True raises for tensors of the checkpoint that the module does not have.
@@ -159,7 +159,7 @@ class _CheckedLoad(NamedTuple):
     def run(self) -> Report:
         """Read and write everything."""
         for tensor in self.plain_tensors:
-            fill(tensor.target, tensor.stored.plain)
+            fill(tensor.target, tensor.stored.read_plain)
             refill([tensor.target], "checkpoint.load")
         for plan, owner in progress(self.plans, "experts"):
             if plan.layout is None:
@@ -341,9 +341,10 @@ def _sort_unexpected(module: nn.Module, files: Reader, used: set[str], report: R
     change, neutral = find_result_changing(names, used, files.__getitem__)
     if change:
         raise ValueError(
-            f"{files.where(change[0])} changes the results of its weight, and is not applied here"
-            f"{f' ({len(change)} such tensors)' * (len(change) > 1)}: export the checkpoint "
-            "without it, for instance with the factors of AWQ or SmoothQuant folded into the weights"
+            f"{files.describe(change[0])} changes the results of its weight, and is not applied "
+            f"here{f' ({len(change)} such tensors)' * (len(change) > 1)}: export the checkpoint "
+            "without it, for instance with the factors of AWQ or SmoothQuant folded into the "
+            "weights"
         )
     report.ignored += [*(name for name in files if name in ignored), *neutral]
     suffixes = [layout.input_scale for layout in LAYOUTS.values() if layout.input_scale] + [
@@ -415,9 +416,9 @@ def _check_copies(files: Reader, copies: list[tuple[str, str]]) -> None:
 def _plain_values(plan: Plan, groups: range | None) -> Tensor:
     """Read the plain values of these experts in the layout of the parameter."""
     if plan.is_stacked:
-        return plan.stored[0].plain(groups)
+        return plan.stored[0].read_plain(groups)
     weight = plan.weight
-    matrices = [stored.plain() for stored in plan.select_groups(groups)]
+    matrices = [stored.read_plain() for stored in plan.select_groups(groups)]
     dense = torch.stack(
         [join_rows(rows, weight.interleaved) for rows in plan.split_by_expert(matrices)]
     )
@@ -434,10 +435,10 @@ def _replace(plan: Plan, owner: Owner | None, report: Report) -> None:
     # A rank without experts reads the first one, and takes zero groups of it.
     read = groups or range(1)
     if plan.is_stacked:
-        whole = plan.stored[0].parts(read, device)
+        whole = plan.stored[0].read_quantized(read, device)
     else:
         experts = []
-        tensors = [stored.parts(None, device) for stored in plan.select_groups(read)]
+        tensors = [stored.read_quantized(None, device) for stored in plan.select_groups(read)]
         for expert, projections in zip(read, plan.split_by_expert(tensors), strict=True):
             joined, noise = reconcile(projections, fmt, weight.interleaved)
             experts.append(joined)

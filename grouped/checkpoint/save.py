@@ -14,9 +14,15 @@ from cute_kernels.formats import Format
 from cute_kernels.records import check_kind
 
 from ..tensor.grouped_tensor import GroupedTensor
-from .config import Quantized, check_model_config, check_plain, checked_scales, config_files
+from .config import (
+    QuantizedWeight,
+    check_model_config,
+    check_plain,
+    config_files,
+    resolve_input_scales,
+)
 from .files import SHARD_BYTES, Writer, progress
-from .layouts import Layout, stacked_suffix, writable
+from .layouts import Layout, get_writable_layout, stacked_suffix
 from .plain_tensors import WeightTensors, check_finite, quantize_weight, split_rows, weight_tensors
 from .weights import ExpertWeight, expert_weights, rename_path, untied_state_dict
 
@@ -65,7 +71,7 @@ def save(
         OSError: A file cannot be written, for instance on a full disk.
         TypeError: A parameter is sharded: gather it first.
     """
-    record = writable(layout)
+    record = get_writable_layout(layout)
     check_kind(bool, stacked=stacked)
     weights = {weight.key: weight for weight in expert_weights(module, rename)}
     if not weights:
@@ -89,7 +95,7 @@ def save(
         for entry in _quantized_entries(weight, stacked)
     ]
     _warn_of_names(module, quantized)
-    scales = checked_scales(input_scales, record, quantized)
+    scales = resolve_input_scales(input_scales, record, quantized)
     plain = [
         rename_path(key, rename).removesuffix(".weight")
         for key in _plain_matrices(module)
@@ -121,7 +127,7 @@ def _transformers_config(module: Any) -> dict[str, Any]:
     return config
 
 
-def _warn_of_names(module: Any, weights: list[Quantized]) -> None:
+def _warn_of_names(module: Any, weights: list[QuantizedWeight]) -> None:
     """Warn if transformers reads experts under other names than the written ones."""
     config: Any = getattr(module, "config", None)
     mapping = sys.modules.get("transformers.conversion_mapping")
@@ -149,14 +155,14 @@ def _warn_of_names(module: Any, weights: list[Quantized]) -> None:
         )
 
 
-def _quantized_entries(weight: ExpertWeight, is_stacked: bool) -> list[Quantized]:
+def _quantized_entries(weight: ExpertWeight, is_stacked: bool) -> list[QuantizedWeight]:
     """Return the quantized weights of a file that the parameter becomes."""
     if weight.is_bias:
         return []
     if is_stacked:
-        return [Quantized(weight.path + weight.stacked, True)]
+        return [QuantizedWeight(weight.path + weight.stacked, True)]
     return [
-        Quantized(name, False)
+        QuantizedWeight(name, False)
         for g in range(weight.shape[0])
         for name in weight.names(g, (), ".weight")
     ]
@@ -229,8 +235,8 @@ def _stored_tensors(
             yield name + stacked_suffix(suffix), t
         return
     for g, tensors in enumerate(_quantize_projections(parameter, weight, layout.fmt)):
-        for name, projection in zip(weight.names(g, (), ".weight"), tensors, strict=True):
-            for suffix, t in layout.stored(projection).items():
+        for name, quantized in zip(weight.names(g, (), ".weight"), tensors, strict=True):
+            for suffix, t in layout.stored(quantized).items():
                 yield name + suffix, t
 
 

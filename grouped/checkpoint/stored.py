@@ -1,6 +1,4 @@
-"""The tensors of a file that make a weight: what their headers must say, which numbers scales may
-have.
-"""
+"""Tensors of a checkpoint that form a weight: checks of their headers and numbers, and reading."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,7 +12,7 @@ from .files import PLAIN_DTYPES, Header, Reader
 from .layouts import LAYOUTS, Layout
 from .plain_tensors import WeightTensors
 
-#: Dtypes by their names in safetensors; of those that it does not have no tensor is read.
+#: Dtypes by their names in safetensors. Tensors of other dtypes are not read.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -31,19 +29,20 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-#: Bits of a byte that are not signs, by the number of codes in it.
+#: Masks of the bits of a byte that are not signs, by the number of codes in the byte.
 _MAGNITUDES = {1: 0x7F, 2: 0x77}
 
 
 class Stored(NamedTuple):
-    """Tensors of a file that make a plain or a quantized weight.
+    """Tensors of a checkpoint that form a plain or a quantized weight.
 
     Attributes:
-        files: the folder.
-        layout: how it is quantized; None for a plain tensor.
-        names: the tensor; or codes, scales and the second level, as the layout has them.
-        shape: shape of the weight, (N, K) or, if one tensor has all experts, (G, N, K); of a
-            plain tensor its own.
+        files: The folder.
+        layout: Layout of a quantized weight. None for a plain tensor.
+        names: Names of the tensors. They are one plain tensor, or codes, scales and a global scale
+            as in the layout.
+        shape: Shape of the weight. It is (N, K), or (G, N, K) if one tensor has all experts. A
+            plain tensor may have any shape.
     """
 
     files: Reader
@@ -54,15 +53,15 @@ class Stored(NamedTuple):
     # ---- headers
 
     def check_headers(self, target: torch.dtype, note: str = "") -> None:
-        """Check shapes and dtypes, without reading a number.
+        """Check shapes and dtypes without reading a number.
 
         Args:
-            target: dtype of the parameter.
-            note: further text of an error of the first tensor's shape.
+            target: Dtype of the parameter.
+            note: Further text of errors about the shape of the codes, or of the plain tensor.
 
         Raises:
-            ValueError: a shape or dtype that the layout does not have, or a plain tensor that
-                does not fit ``target``.
+            ValueError: A shape or dtype differs from the layout, or a plain tensor cannot be cast
+                to ``target``.
         """
         if self.layout is None:
             (name,) = self.names
@@ -72,46 +71,46 @@ class Stored(NamedTuple):
             return
         if target not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(
-                f"{self.names[0]} is quantized, its parameter must be bf16, fp16 or fp32, got {target}"
+                f"{self.names[0]} is quantized, its parameter must be bf16, fp16 or fp32, got "
+                f"{target}"
             )
         multiple = self.layout.fmt.k_multiple
         if self.shape[-1] % multiple:
             raise ValueError(
-                f"{self.names[0]} is of the layout {self.layout.name}, whose weights have a multiple of {multiple} columns; "
-                f"the module's weight has the shape {self.shape}"
+                f"{self.names[0]} is of the layout {self.layout.name}, whose weights have a "
+                f"multiple of {multiple} columns; the module's weight has the shape {self.shape}"
             )
-        codes, scales, *level = self.names
+        codes, scales, *global_scales = self.names
         shapes = self._shapes()
-        if self._is_turned:
+        if self._is_transposed:
             shapes = self.files.shape(codes), self.files.shape(scales)
         self._check_dtype(codes, (_NAMES[self.layout.fmt.element.dtype],))
         self._check_shape(codes, self.files.shape(codes), shapes[0], note)
-        self._check_dtype(scales, _scale_dtypes(self._scale))
+        self._check_dtype(scales, _scale_dtypes(self._scale_dtype))
         self._check_shape(scales, self.files.shape(scales), shapes[1])
-        for name in level:
+        for name in global_scales:
             self._check_dtype(name, _scale_dtypes(torch.float32))
-            count, groups = (
-                torch.Size(self.files.shape(name)).numel(),
-                len(self._lead) and self._lead[0],
-            )
-            if count != 1 and count != groups:
+            count = torch.Size(self.files.shape(name)).numel()
+            groups = self._group_shape[0] if self._group_shape else 0
+            if count not in (1, groups):
+                choices = f"one number, or {groups}" if self._group_shape else "one number"
                 raise ValueError(
-                    f"{self._at(name)} must have one number{f', or {groups}' * bool(self._lead)}, got {self.files.header(name)}"
+                    f"{self._describe(name)} must have {choices}, got {self.files.header(name)}"
                 )
 
     @property
-    def _lead(self) -> tuple[int, ...]:
+    def _group_shape(self) -> tuple[int, ...]:
         """(G,) if one tensor has all experts, else ()."""
         return self.shape[:-2]
 
     @property
-    def _scale(self) -> torch.dtype:
-        """Dtype of block scales, once they are read."""
+    def _scale_dtype(self) -> torch.dtype:
+        """Dtype of the block scales in memory."""
         assert self.layout is not None and self.layout.fmt.scale is not None
         return self.layout.scale or self.layout.fmt.scale.element.dtype
 
     def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes that codes and scales have in the layout."""
+        """Return the shapes of codes and scales in the layout."""
         layout, (rows, columns) = self.layout, self.shape[-2:]
         assert layout is not None and layout.fmt.scale is not None
         if layout.shapes is not None:
@@ -120,85 +119,88 @@ class Stored(NamedTuple):
             fmt, block = layout.fmt, layout.fmt.scale.vec_size
             codes = (rows, fmt.element.width(columns))
             scales = (ceil_div(rows, block) if fmt.has_squares else rows, ceil_div(columns, block))
-        return (*self._lead, *codes), (*self._lead, *scales)
+        return (*self._group_shape, *codes), (*self._group_shape, *scales)
 
     @property
-    def _is_turned(self) -> bool:
-        """True if codes and scales of all experts are (G, K, N), as ModelOpt writes those of models
-        with such weights.
+    def _is_transposed(self) -> bool:
+        """True if codes and scales of all experts are (G, K, N).
 
-        Shapes show it of codes that share bytes only, not of square matrices of others.
+        ModelOpt writes them like this for models whose weights are (G, K, N). Only codes that share
+        bytes can be detected by their shape: a square matrix of bytes has the same shape in both
+        orders.
         """
         if self.layout is None or self.layout.fmt.element.per_byte == 1:
             return False
         shapes = self._shapes()
-        found = [self.files.shape(name) for name in self.names[:2]]
+        actual = [self.files.shape(name) for name in self.names[:2]]
         return (
-            bool(self._lead)
-            and found != [*shapes]
-            and found == [(s[0], *s[:0:-1]) for s in shapes if len(s) == 3]
+            bool(self._group_shape)
+            and actual != [*shapes]
+            and actual == [(s[0], *s[:0:-1]) for s in shapes if len(s) == 3]
         )
 
     def _check_plain_dtype(self, name: str, header: Header, target: torch.dtype) -> None:
+        """Raise ValueError if a plain tensor cannot be cast to ``target``."""
         dtype = _DTYPES.get(header.dtype)
         is_known = dtype is not None and (
             header.dtype in PLAIN_DTYPES or not dtype.is_floating_point
         )
         if not is_known or dtype.is_floating_point != target.is_floating_point:  # type: ignore[union-attr]
             raise ValueError(
-                f"{name} is {dtype or header.dtype} without the scales of a layout ({', '.join(LAYOUTS)}), for {target} "
-                f"(in {self.files.path(name)})"
+                f"{name} is {dtype or header.dtype} without the scales of a layout "
+                f"({', '.join(LAYOUTS)}), for {target} (in {self.files.path(name)})"
             )
 
     def _check_dtype(self, name: str, dtypes: tuple[str, ...]) -> None:
         header = self.files.header(name)
         if header.dtype not in dtypes:
             raise ValueError(
-                f"{self._at(name)} must be {' or '.join(dtypes)} in the layout {self.layout and self.layout.name}, got {header}"
+                f"{self._describe(name)} must be {' or '.join(dtypes)} in the layout "
+                f"{self.layout and self.layout.name}, got {header}"
             )
 
     def _check_shape(
-        self, name: str, found: tuple[int, ...], shape: tuple[int, ...], note: str = ""
+        self, name: str, actual: tuple[int, ...], shape: tuple[int, ...], note: str = ""
     ) -> None:
-        if found != shape:
+        if actual != shape:
             raise ValueError(
-                f"{self._at(name)} must have the shape {shape}, the checkpoint has {found}{note}"
+                f"{self._describe(name)} must have the shape {shape}, the checkpoint has "
+                f"{actual}{note}"
             )
 
-    def _at(self, name: str) -> str:
-        return self.files.where(name)
+    def _describe(self, name: str) -> str:
+        return self.files.describe(name)
 
     # ---- numbers
 
     def check_values(self, groups: range | None = None) -> bool:
-        """Check the numbers of scales and second levels; plain tensors are not read.
+        """Check the numbers of block scales and global scales. Plain tensors are not read.
 
         Args:
-            groups: the experts that are read of a tensor of all.
+            groups: Experts to check in a tensor of all experts. None checks all.
 
         Returns:
-            True if a scale that nothing else multiplies is zero; all codes under it are zeros
-            then.
+            True if a top-level scale (the global scale, or else a block scale) is zero. All codes
+            under it are zeros then.
 
         Raises:
-            ValueError: a NaN, infinite or negative scale, a zero one over codes that are not
-                zeros, or scales that the layout cannot read.
+            ValueError: A scale is NaN, infinite or negative, or it is zero over codes that are not
+                zeros. Or the layout cannot convert the scales.
         """
         if self.layout is None:
             return False
         has_zero = False
         for rows in self._chunks(groups):
-            scales, level = self._scales(rows), self._level(rows)
+            scales, global_scale = self._scales(rows), self._global_scale(rows)
             self._check_numbers(
                 self.names[1], scales.float(), "block scales must be finite and not negative"
             )
             top, name = scales.float(), self.names[1]
-            if level is not None:
-                top, name = self.layout.amax(level), self.names[2]
-                is_wrong = ~(level >= 0) | ~top.isfinite()
-                self._check_numbers(
-                    name, level, "a second level must be a positive, finite number", is_wrong
-                )
+            if global_scale is not None:
+                top, name = self.layout.amax(global_scale), self.names[2]
+                is_wrong = ~(global_scale >= 0) | ~top.isfinite()
+                rule = "a global scale must be a positive, finite number"
+                self._check_numbers(name, global_scale, rule, is_wrong)
             elif self.layout.scale is None:
                 is_wrong = ~(top * self.layout.fmt.element.max).isfinite()
                 self._check_numbers(
@@ -206,60 +208,66 @@ class Stored(NamedTuple):
                 )
             if bool((top == 0).any()):
                 has_zero = True
-                if not bool(
-                    ((top != 0) | self._zeros(self._read(self.names[0], rows), level is None)).all()
-                ):
+                codes = self._read(self.names[0], rows)
+                if not bool(((top != 0) | self._zeros(codes, global_scale is None)).all()):
                     raise ValueError(
-                        f"{self._at(name)} has a scale of zero over codes that are not zeros: the file is damaged"
+                        f"{self._describe(name)} has a scale of zero over codes that are not "
+                        "zeros: the file is damaged"
                     )
+                del codes
             if self.layout.check is not None:
                 try:
                     self.layout.check(lambda rows=rows: self._read(self.names[0], rows), scales)  # type: ignore[misc]
                 except ValueError as error:
-                    raise ValueError(f"{self._at(self.names[0])}: {error}") from None
+                    raise ValueError(f"{self._describe(self.names[0])}: {error}") from None
         return has_zero
 
     def _chunks(self, groups: range | None) -> Iterator[slice | None]:
-        """One expert after the other, so that little is in memory at once;
+        """Iterate over the experts, so that one is in memory at a time.
 
-        None for tensors of one expert.
+        Tensors of one expert give None.
         """
-        if not self._lead:
+        if not self._group_shape:
             return iter([None])
-        return (slice(g, g + 1) for g in (range(self._lead[0]) if groups is None else groups))
+        return (
+            slice(g, g + 1) for g in (range(self._group_shape[0]) if groups is None else groups)
+        )
 
     def _check_numbers(
         self, name: str, numbers: Tensor, rule: str, is_wrong: Tensor | None = None
     ) -> None:
+        """Raise ValueError with ``rule`` if a number is wrong; by default, if not in [0, inf)."""
         if is_wrong is None:
             is_wrong = ~(numbers >= 0) | ~numbers.isfinite()
         if bool(is_wrong.any()):
             raise ValueError(
-                f"{self._at(name)} has {numbers[is_wrong].flatten()[0].item():g}: {rule}"
+                f"{self._describe(name)} has {numbers[is_wrong].flatten()[0].item():g}: {rule}"
             )
 
     def _zeros(self, codes: Tensor, by_block: bool) -> Tensor:
-        """Tell whether all codes of one expert decode to zero, or all of each of its blocks."""
+        """Return True, (), if all codes of an expert are zeros; or this for each of its blocks."""
         assert self.layout is not None and self.layout.fmt.scale is not None
         fmt, block = self.layout.fmt, self.layout.fmt.scale.vec_size
         zeros = codes.view(torch.uint8) & _MAGNITUDES[fmt.element.per_byte] == 0
         if not by_block:
             return zeros.all()
         for dim, size in ((-2, block if fmt.has_squares else 1), (-1, fmt.element.width(block))):
-            zeros = torch.cat([part.all(dim, keepdim=True) for part in zeros.split(size, dim)], dim)
+            blocks = zeros.split(size, dim)
+            zeros = torch.cat([codes.all(dim, keepdim=True) for codes in blocks], dim)
         return zeros
 
     def _read(self, name: str, rows: slice | None) -> Tensor:
         t = self.files[name] if rows is None else self.files.rows(name, rows)
-        return t.mT.contiguous() if t.dim() == 3 and self._is_turned else t
+        return t.mT.contiguous() if t.dim() == 3 and self._is_transposed else t
 
     def _scales(self, rows: slice | None) -> Tensor:
+        """Read block scales."""
         name = self.names[1]
         scales = self._read(name, rows)
         return (
-            scales.view(self._scale)
+            scales.view(self._scale_dtype)
             if scales.dtype == torch.uint8
-            else self._exact(name, scales, self._scale)
+            else self._exact(name, scales, self._scale_dtype)
         )
 
     def _exact(self, name: str, t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -269,43 +277,46 @@ class Stored(NamedTuple):
         converted = t.to(dtype)
         if not torch.equal(converted.double().nan_to_num(), t.double().nan_to_num()):
             raise ValueError(
-                f"{self._at(name)} has numbers of {t.dtype} that {dtype} does not hold exactly"
+                f"{self._describe(name)} has numbers of {t.dtype} that {dtype} cannot represent "
+                "exactly"
             )
         return converted
 
-    def _level(self, rows: slice | None) -> Tensor | None:
-        """The second level, () or (G,) fp32."""
+    def _global_scale(self, rows: slice | None) -> Tensor | None:
+        """Read the global scale, () or (G,), fp32; None if there is none."""
         if len(self.names) < 3:
             return None
         name = self.names[2]
         is_shared = torch.Size(self.files.shape(name)).numel() == 1
-        level = self._exact(
-            name, self._read(name, None if is_shared else rows).flatten(), torch.float32
-        )
+        stored = self._read(name, None if is_shared else rows).flatten()
+        global_scale = self._exact(name, stored, torch.float32)
         if rows is None:
-            return level.reshape(self._lead)
-        return level.expand(rows.stop - rows.start) if is_shared else level
+            return global_scale.reshape(self._group_shape)
+        return global_scale.expand(rows.stop - rows.start) if is_shared else global_scale
 
-    def parts(self, groups: range | None, device: torch.device) -> WeightTensors:
-        """Read a quantized weight, or those experts of it."""
+    def read_quantized(self, groups: range | None, device: torch.device) -> WeightTensors:
+        """Read a quantized weight. ``groups`` selects experts in a tensor of all experts."""
         assert self.layout is not None
-        rows = slice(groups.start, groups.stop) if self._lead and groups is not None else None
+        rows = (
+            slice(groups.start, groups.stop) if self._group_shape and groups is not None else None
+        )
         tensors = [self._read(self.names[0], rows), self._scales(rows)]
-        if (level := self._level(rows)) is not None:
-            tensors.append(level)
-        return self.layout.parts(*(t.to(device) for t in tensors))
+        if (global_scale := self._global_scale(rows)) is not None:
+            tensors.append(global_scale)
+        return self.layout.weight_tensors(*(t.to(device) for t in tensors))
 
-    def plain(self, rows: range | None = None) -> Tensor:
-        """Read a weight as plain values, all of it or rows of its first dimension; a quantized one
-        is decoded whole.
+    def read_plain(self, rows: range | None = None) -> Tensor:
+        """Read a weight as plain values, or ``rows`` along its leading dimension.
+
+        A quantized weight is decoded completely before its rows are selected.
         """
         if self.layout is not None:
-            whole = self.parts(None, torch.device("cpu")).decoded(self.layout.fmt)
-            return whole if rows is None else whole[rows.start : rows.stop]
+            decoded = self.read_quantized(None, torch.device("cpu")).decoded(self.layout.fmt)
+            return decoded if rows is None else decoded[rows.start : rows.stop]
         return self._read(self.names[0], None if rows is None else slice(rows.start, rows.stop))
 
 
 def _scale_dtypes(dtype: torch.dtype) -> tuple[str, ...]:
-    """Dtypes in which a file may have scales that are held in ``dtype``."""
-    bytes_too = ("U8",) if dtype.itemsize == 1 else ("F8_E8M0",)
-    return tuple(dict.fromkeys((_NAMES[dtype], *bytes_too, *PLAIN_DTYPES)))
+    """Return the names of the stored dtypes that are accepted for scales of ``dtype``."""
+    alternative = "U8" if dtype.itemsize == 1 else "F8_E8M0"
+    return tuple(dict.fromkeys((_NAMES[dtype], alternative, *PLAIN_DTYPES)))

@@ -1,4 +1,4 @@
-"""Read token ids, or text and its token ids, of a file: what a model is calibrated on."""
+"""Reading of token ids, or of text, from the file that calibrates a model."""
 
 import json
 import re
@@ -9,26 +9,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Keys of rows, or of tensors, that hold ids or text.
+#: Keys of ids and of text, in rows and in files of tensors.
 _IDS, _TEXT = "input_ids", "text"
 
 
 def read_ids(path: str | Path, model: str | Path | None = None) -> list[Tensor]:
-    """Token ids of a file: a list of int64 tensors (tokens,).
-
-    Text becomes ids by the tokenizer of ``model``.
+    """Read the token ids of a file.
 
     Args:
-        path: ``.json`` (a list of ids, or of rows), ``.jsonl`` (a row a line), ``.npy``,
-            ``.safetensors`` or ``.pt`` (one tensor, or ``input_ids``: a sequence, or a
-            sequence a row); other files are text, or ids if they have only numbers, a
-            sequence a line. A row is a list of ids, a text, or an object with ``input_ids``
-            or ``text``.
-        model: the folder with the tokenizer.
+        path: The file. Its extension decides the form:
+
+            * ``.json``: A list of ids, or of rows.
+            * ``.jsonl``: One row per line.
+            * ``.npy``, ``.safetensors``, ``.pt``: One tensor, or the tensor ``input_ids``. It has
+              one sequence, or one sequence per row.
+            * Other files with numbers only: One sequence of ids per line.
+            * Other files: Text.
+
+            A row is a list of ids, a text, or an object with ``input_ids`` or ``text``. The
+            tokenizer of ``model`` converts text to ids.
+        model: The folder with the tokenizer.
+
+    Returns:
+        A tensor (tokens,), int64, per sequence.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a file that is damaged, without ids, or with text and no tokenizer.
+        FileNotFoundError: There is no such file.
+        ValueError: The file is damaged, has no ids, or has text and there is no tokenizer.
     """
     path = Path(path)
     if not path.is_file():
@@ -40,11 +47,11 @@ def read_ids(path: str | Path, model: str | Path | None = None) -> list[Tensor]:
 
 
 def _sequences(path: Path, row: Any, model: str | Path | None) -> Iterator[Tensor]:
-    """The sequences of a row or of an array, checked to be integers."""
+    """Yield the sequences of a row or of an array; raise ValueError unless they are integers."""
     if isinstance(row, dict):
         row = row.get(_IDS, row.get(_TEXT))
     if isinstance(row, str):
-        yield _tokenized(path, row, model)
+        yield _tokenize(path, row, model)
         return
     try:
         ids = torch.as_tensor(row)
@@ -61,7 +68,8 @@ def _sequences(path: Path, row: Any, model: str | Path | None) -> Iterator[Tenso
     yield from ids.long() if ids.dim() == 2 else [ids.long()]
 
 
-def _tokenized(path: Path, text: str, model: str | Path | None) -> Tensor:
+def _tokenize(path: Path, text: str, model: str | Path | None) -> Tensor:
+    """Return the ids (tokens,) of a text, by the tokenizer of ``model``."""
     from transformers import AutoTokenizer
 
     try:
@@ -88,7 +96,7 @@ def _json(path: Path, text: str) -> Any:
 
 
 def _from_json(path: Path, model: str | Path | None) -> Iterator[Tensor]:
-    """The sequences of a list of ids, or of a list of rows."""
+    """Return the sequences of a list of ids, or of a list of rows."""
     value = _json(path, _text(path))
     if not isinstance(value, list):
         raise ValueError(
@@ -104,6 +112,7 @@ def _from_json_lines(path: Path, model: str | Path | None) -> Iterator[Tensor]:
 
 
 def _from_npy(path: Path, model: object) -> Iterator[Tensor]:
+    """Return the sequences of a file of NumPy."""
     import numpy as np
 
     try:
@@ -118,16 +127,19 @@ def _from_npy(path: Path, model: object) -> Iterator[Tensor]:
 
 
 def _from_tensors(path: Path, tensors: Any) -> Iterator[Tensor]:
+    """Return the sequences of a tensor, or of a dictionary of tensors."""
     if isinstance(tensors, dict):
         if len(tensors) != 1 and _IDS not in tensors:
             raise ValueError(
-                f"{path} must have one tensor, or one called {_IDS}, got {', '.join(tensors) or 'none'}"
+                f"{path} must have one tensor, or one called {_IDS}, got "
+                f"{', '.join(tensors) or 'none'}"
             )
         tensors = tensors[_IDS] if _IDS in tensors else next(iter(tensors.values()))
     return _sequences(path, tensors, None)
 
 
 def _from_safetensors(path: Path, model: object) -> Iterator[Tensor]:
+    """Return the sequences of a safetensors file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -141,7 +153,7 @@ def _from_safetensors(path: Path, model: object) -> Iterator[Tensor]:
 def _from_pt(path: Path, model: object) -> Iterator[Tensor]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for what it did not save.
+    except Exception as error:  # torch raises many kinds for files that it did not save.
         raise ValueError(f"{path} is no file of tensors: {str(error).splitlines()[0]}") from None
     return _from_tensors(path, tensors)
 
@@ -156,7 +168,7 @@ def _from_text(path: Path, model: str | Path | None) -> Iterator[Tensor]:
     return _sequences(path, text, model)
 
 
-#: By the ending of a file.
+#: Functions that read a file, by its extension.
 _READERS: dict[str, Callable[[Path, str | Path | None], Iterator[Tensor]]] = {
     ".json": _from_json,
     ".jsonl": _from_json_lines,

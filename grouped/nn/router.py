@@ -72,12 +72,13 @@ class Router(nn.Module):
         score: Function of the logits. It is ``"softmax"`` or ``"sigmoid"``.
         renormalize: True divides the weights of a token by their sum.
         bias: True adds a bias to the logits.
-        selection_bias: True adds the buffer ``selection_bias`` to the scores for the selection.
+        selection_bias: True creates the buffer ``selection_bias``. The selection adds it to the
+            scores.
         expert_groups: Number of groups of experts. See ``grouped.nn.MoE``.
         top_groups: Number of groups that a token may use.
         scaling_factor: Factor of the weights. It is applied last.
         device: Device of the parameters.
-        dtype: Dtype of the parameters: bf16, fp16 or fp32.
+        dtype: Dtype of the parameters. It is bf16, fp16 or fp32.
 
     Attributes:
         weight: (E, H).

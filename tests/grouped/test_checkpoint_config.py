@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from grouped import checkpoint
 from grouped.checkpoint import convert
-from grouped.checkpoint.config import Quantized, check_config, config_files
+from grouped.checkpoint.config import QuantizedWeight, check_config, config_files
 from grouped.checkpoint.layouts import LAYOUTS
 from grouped.nn import MoE
 
@@ -214,7 +214,7 @@ def test_convert_excludes_a_tied_head_and_drops_what_was_said_before(tmp_path):
 
 
 def test_a_promise_without_its_tensor_is_refused(tmp_path):
-    layout, weights = LAYOUTS["modelopt"], [Quantized("experts.0.down_proj", False)]
+    layout, weights = LAYOUTS["modelopt"], [QuantizedWeight("experts.0.down_proj", False)]
     names = {f"experts.0.down_proj{suffix}" for suffix in layout.suffixes}
     config_files({}, layout, weights, ["router"], names)
     names.remove("experts.0.down_proj.weight_scale_2")

@@ -26,7 +26,7 @@ from tests.helpers import (
     sample,
     save_and_load,
 )
-from tests.ops.test_delayed_update import by_column
+from tests.ops.test_delayed_update import apply_oracle
 
 G, K, N = 3, 64, 48
 RECIPE = recipes.FP8Delayed(history_length=4)
@@ -86,7 +86,7 @@ class ComposedLayer:
     def update(self):
         recipe = self.recipe
         for role in ROLES:
-            self.history[role], self.scale[role] = by_column(
+            self.history[role], self.scale[role] = apply_oracle(
                 self.history[role],
                 self.scale[role],
                 getattr(recipe, role).dtype,
@@ -404,7 +404,7 @@ def test_delayed_scaling_checks_its_arguments():
 def test_a_layer_made_with_another_recipe_has_no_state():
     layer, x = make_layer(recipes.BF16()), sample(40, K)
     layer.recipe = RECIPE
-    with pytest.raises(RuntimeError, match="make it with this recipe"):
+    with pytest.raises(RuntimeError, match="create the layer with this recipe"):
         layer(x, OFFS)
 
 

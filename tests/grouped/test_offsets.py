@@ -199,7 +199,7 @@ def recorded(monkeypatch):
     names = {"EndRowChecks": EndRowChecks}
     source = "def record(offs, rows, *_):\n if EndRowChecks.recorder is not None: EndRowChecks.recorder(offs, rows)"
     exec(compile(source, cute_kernels.__file__, "exec"), names)  # Its line is not the caller's.
-    for module in (grouped.tensor.offsets, cute_kernels.ops.registration):
+    for module in (grouped.tensor.offsets, cute_kernels.ops.op):
         monkeypatch.setattr(module, "check_end_rows_of", names["record"])
 
 

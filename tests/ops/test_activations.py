@@ -1,4 +1,4 @@
-"""Activations in front of quantization: the codes of what an activation makes."""
+"""Activations before quantization: the op gives the codes of activating first, then quantizing."""
 
 import dataclasses
 import itertools
@@ -29,35 +29,46 @@ from tests.helpers import (
 )
 
 _RECORDS = (
-    *(NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16)), NVFP4(four_over_six=True)),
-    *(FP8(), FP8(E5M2), MXFP8(), MXFP8(block=(32, 32))),
-    *(FP8Block(), FP8Block(block=(128, 128), pow2_scales=False)),
+    NVFP4(),
+    NVFP4(row_scaled=True),
+    NVFP4(block=(16, 16)),
+    NVFP4(four_over_six=True),
+    FP8(),
+    FP8(E5M2),
+    MXFP8(),
+    MXFP8(block=(32, 32)),
+    FP8Block(),
+    FP8Block(block=(128, 128), pow2_scales=False),
 )
 FORMATS = [fmt for fmt in _RECORDS if support("grouped_quantize", fmt, "reference")]
-EVERY = [*map(Activation, ACTIVATIONS), Activation("clamped_swiglu", alpha=1.0, limit=0.5)]
-#: One of each shape, for what does not depend on the arithmetic.
-SOME = [Activation("gelu"), Activation("swiglu"), Activation("clamped_swiglu", limit=0.5)]
+ALL_ACTIVATIONS = [
+    *map(Activation, ACTIVATIONS),
+    Activation("clamped_swiglu", alpha=1.0, limit=0.5),
+]
+#: One unary, one gated and one clamped activation, where the arithmetic does not matter.
+ONE_PER_SHAPE = [Activation("gelu"), Activation("swiglu"), Activation("clamped_swiglu", limit=0.5)]
 K = 64
 
 
-def texts(records):
+def parametrize_by_text(records):
+    """Return values and ids for ``parametrize``."""
     return {"argvalues": records, "ids": [r.text for r in records]}
 
 
-each_format = pytest.mark.parametrize("fmt", **texts(FORMATS))
+each_format = pytest.mark.parametrize("fmt", **parametrize_by_text(FORMATS))
 
 
-def case(act, rows, dtype):
+def make_input(act, rows, dtype):
     return sample(*rows, K * 2 if act.is_gated else K, dtype=dtype)
 
 
-def made(act, x):
-    """The fp32 elements, all at once."""
+def activate_fp32(act, x):
+    """Return the fp32 elements."""
     return activate(x.float(), act)
 
 
-def stored(fmt, elements, dtype):
-    """The elements as a tensor of its own, which quantizes to the same codes."""
+def round_as_stored(fmt, elements, dtype):
+    """Return the elements as a tensor that quantizes to the same codes."""
     return elements.to(dtype) if fmt.rounds_activation else elements
 
 
@@ -67,20 +78,22 @@ def names(fmt, x, num_groups, directions):
 
 
 def check(fmt, act, x, offs, directions=(True, True), amax=None):
-    """That an activation and codes at once are those one after the other."""
+    """Check that activating and quantizing at once equals doing one after the other."""
     got = ops.grouped_quantize(x, fmt.text, offs, amax, *directions, activation=act.text)
-    # NaN in what no group has must not matter: the tail of the elements is left as it comes.
-    elements = made(act, x)
-    want = ops.grouped_quantize(stored(fmt, elements, x.dtype), fmt.text, offs, amax, *directions)
+    # The tail of the elements may be NaN: it must not matter.
+    elements = activate_fp32(act, x)
+    want = ops.grouped_quantize(
+        round_as_stored(fmt, elements, x.dtype), fmt.text, offs, amax, *directions
+    )
     for name, a, b in zip(names(fmt, x, 1, directions), got, want, strict=True):
         assert_same_bytes(a, b, f"{fmt.text} {act.text} {name}")
     return got
 
 
-@pytest.mark.parametrize("act", **texts(EVERY))
+@pytest.mark.parametrize("act", **parametrize_by_text(ALL_ACTIVATIONS))
 @each_format
 def test_codes_of_every_activation(fmt, act):
-    x = case(act, (150,), BF16)
+    x = make_input(act, (150,), BF16)
     x[-3:] = torch.nan
     check(fmt, act, x, offs_from_splits((131, 0, 16)))
 
@@ -96,62 +109,72 @@ def test_codes_of_every_activation(fmt, act):
 @each_format
 def test_directions_dtypes_and_groups(fmt, directions, dtype):
     dtype = DTYPES[dtype]
-    for act in SOME:
+    for act in ONE_PER_SHAPE:
         for splits in ("one row", "tile edges", "empty first", "all empty"):
-            x = case(act, (sum(SPLITS[splits]) + 2,), dtype)
+            x = make_input(act, (sum(SPLITS[splits]) + 2,), dtype)
             check(fmt, act, x, offs_from_splits(SPLITS[splits]), directions)
         for uniform in ((3, 21), (2, 0)):
-            check(fmt, act, case(act, uniform, dtype), None, directions)
+            check(fmt, act, make_input(act, uniform, dtype), None, directions)
 
 
-def test_truncation_makes_a_difference():
-    """Codes of what is not rounded where it should be, and the other way round, are others."""
+def test_rounding_of_elements_changes_codes():
+    """Rounding elements where the format does not, or not rounding them where it does, shows."""
     x, offs = torch.randn(128, 256).to(BF16), offs_from_splits((128,))
-    exact = made(SOME[0], x)
+    exact = activate_fp32(ONE_PER_SHAPE[0], x)
     for fmt in FORMATS:
-        got = check(fmt, SOME[0], x, offs, (True, False))
-        other = exact if fmt.rounds_activation else exact.to(BF16)
-        assert not got[0].view(U8).equal(ops.grouped_quantize(other, fmt.text, offs)[0].view(U8))
+        got = check(fmt, ONE_PER_SHAPE[0], x, offs, (True, False))
+        wrongly_rounded = exact if fmt.rounds_activation else exact.to(BF16)
+        assert (
+            not got[0]
+            .view(U8)
+            .equal(ops.grouped_quantize(wrongly_rounded, fmt.text, offs)[0].view(U8))
+        )
 
 
 @each_format
 def test_many_groups_and_strided_inputs(fmt):
-    act, offs = SOME[1], offs_of_many_groups()
-    check(fmt, act, case(act, (int(offs[-1]) + 5,), BF16), offs)
-    x = case(act, (2 * 45,), BF16)
+    act, offs = ONE_PER_SHAPE[1], offs_of_many_groups()
+    check(fmt, act, make_input(act, (int(offs[-1]) + 5,), BF16), offs)
+    x = make_input(act, (2 * 45,), BF16)
     for strided in (x[::2], x.mT.contiguous().mT[::2]):
         assert not strided.is_contiguous()
         check(fmt, act, strided, offs_from_splits((30, 15)))
 
 
 @pytest.mark.parametrize(
-    "fmt", **texts([f for f in FORMATS if f.global_scale_for(columnwise=True)])
+    "fmt", **parametrize_by_text([f for f in FORMATS if f.global_scale_for(columnwise=True)])
 )
-def test_given_amax(fmt):
+def test_given_amaxes(fmt):
     check(
         fmt,
-        SOME[1],
-        case(SOME[1], (40,), BF16),
+        ONE_PER_SHAPE[1],
+        make_input(ONE_PER_SHAPE[1], (40,), BF16),
         offs_from_splits((10, 30)),
         (True, True),
         torch.tensor([3.0, -5.0]),
     )
 
 
-@pytest.mark.parametrize("act", **texts(SOME))
+@pytest.mark.parametrize("act", **parametrize_by_text(ONE_PER_SHAPE))
 def test_transformed_and_stochastic_codes(act):
-    """Both copies are of the rounded elements; draws count elements, not columns of the input."""
+    """Both copies encode rounded elements; random numbers count elements, not input columns."""
     fmt, seed = NVFP4(hadamard=True, stochastic_rounding=True), torch.tensor([5, 7])
     arguments = (fmt.text, offs_from_splits((131, 0, 9)), None, True, True, None, seed)
-    x = case(act, (143,), BF16)
+    x = make_input(act, (143,), BF16)
     got = ops.grouped_quantize(x, *arguments, activation=act.text)
-    assert_all_same(got, ops.grouped_quantize(stored(fmt, made(act, x), BF16), *arguments))
+    assert_all_same(
+        got, ops.grouped_quantize(round_as_stored(fmt, activate_fp32(act, x), BF16), *arguments)
+    )
 
 
-def test_given_scale():
-    """Delayed FP8: the scale is given, the amax is that of elements that are not rounded."""
-    x = case(SOME[1], (40,), BF16)
-    elements, offs, scale = made(SOME[1], x), offs_from_splits((10, 30)), torch.tensor([2.0, 0.125])
+def test_given_scales_of_delayed_fp8():
+    """The amax is that of unrounded elements."""
+    x = make_input(ONE_PER_SHAPE[1], (40,), BF16)
+    elements, offs, scale = (
+        activate_fp32(ONE_PER_SHAPE[1], x),
+        offs_from_splits((10, 30)),
+        torch.tensor([2.0, 0.125]),
+    )
     arguments = ("fp8:scaling=delayed", offs, None, True, True, scale)
     got = ops.grouped_quantize(x, *arguments, activation="swiglu")
     assert_all_same(got, ops.grouped_quantize(elements, *arguments))
@@ -161,30 +184,27 @@ def test_given_scale():
 
 
 def split(flat, shapes):
-    parts = flat[: sum(m * n for m, n in shapes)].split([m * n for m, n in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    members = flat[: sum(m * n for m, n in shapes)].split([m * n for m, n in shapes])
+    return [member.view(shape) for member, shape in zip(members, shapes, strict=True)]
 
 
 @each_format
-def test_groups_that_have_shapes_of_their_own(fmt):
+def test_members_with_own_shapes(fmt):
     shapes = [(5, 128), (0, 64), (130, 192)]  # of x
     count = sum(m * n for m, n in shapes)
-    for act in SOME:
+    for act in ONE_PER_SHAPE:
         x = torch.cat([sample(count), torch.full((7,), torch.nan).to(BF16)])
-        members = [made(act, member) for member in split(x, shapes)]
-        elements = stored(fmt, torch.cat([t.flatten() for t in members]), BF16)
+        members = [activate_fp32(act, member) for member in split(x, shapes)]
+        elements = round_as_stored(fmt, torch.cat([t.flatten() for t in members]), BF16)
         arguments = (fmt.text, None, None, True, True)
         options = {"shapes": [*itertools.chain(*((m, act.width(n)) for m, n in shapes))]}
         got = ops.grouped_quantize(x, *arguments, activation=act.text, **options)
         assert_all_same(got, ops.grouped_quantize(elements, *arguments, **options))
 
 
-# What is refused
-
-
 X, OFFS = sample(8, K), offs_from_splits((3, 5))
-#: What is changed in a call, by the message.
-REFUSED = {
+#: Changed arguments of a call, by the message of the error.
+INVALID_ARGUMENTS = {
     "activation must be one of gelu": {"activation": "swish"},
     "K must be a positive multiple of 16 (nvfp4, x is (..., 2K)), got 24": {
         "x": sample(8, 48),
@@ -196,17 +216,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", [*REFUSED])
-def test_refused(message):
-    arguments = {"x": X, "format": "nvfp4", "offs": OFFS} | REFUSED[message]
+@pytest.mark.parametrize("message", [*INVALID_ARGUMENTS])
+def test_invalid_arguments_raise(message):
+    arguments = {"x": X, "format": "nvfp4", "offs": OFFS} | INVALID_ARGUMENTS[message]
     for call in (ops.grouped_quantize, cute_kernels.ops.grouped_quantize):
         order = [f.name for f in dataclasses.fields(cute_kernels.ops.quantize.op.GroupedQuantize)]
-        given = dict.fromkeys(order) | {"rowwise": True, "columnwise": False} | arguments
+        all_arguments = dict.fromkeys(order) | {"rowwise": True, "columnwise": False} | arguments
         with pytest.raises(ValueError, match=re.escape(message)):
-            call(*(given[name] for name in order))
+            call(*(all_arguments[name] for name in order))
 
 
-def test_ops_that_take_none_say_so():
+def test_support_names_the_ops_with_activations():
     for op in ("grouped_amax", "grouped_dbias", "grouped_dequantize"):
         fmt = NVFP4() if op == "grouped_dequantize" else None
         assert support(op, fmt, "reference", activation=True).reason == f"{op} takes no activation"

@@ -1,3 +1,5 @@
+"""adamw_quantize: the reference against exact fractions, kernels against the reference."""
+
 import contextlib
 import math
 from fractions import Fraction
@@ -15,7 +17,7 @@ from tests.kernels.op_support import MODES, check_code, watching
 from tests.reference.rational import fp32
 
 SQUARES = "fp8_block:block=128x128"
-#: The dtype of gradients by format.
+#: Dtype of the gradient, by format.
 GRADIENTS = {
     "mxfp8": BF16,
     SQUARES: F32,
@@ -30,30 +32,43 @@ SPECIALS = torch.tensor(
 
 
 def arguments(text, shape=SHAPE, special=False, found_inf=0.0):
-    fmt, random = parse(text), seeded_generator(sum(shape))
+    """Return arguments of the op over poisoned outputs.
+
+    ``special`` adds special values and strides.
+    """
+    fmt, generator = parse(text), seeded_generator(sum(shape))
     master, m, v, grad = (
-        torch.randn(shape, generator=random) * factor for factor in (1, 0.1, 0.01, 1)
+        torch.randn(shape, generator=generator) * factor for factor in (1, 0.1, 0.01, 1)
     )
     for t in (master, m, v, grad) * special:
-        at = torch.rand(shape, generator=random) < 0.1
-        t[at] = SPECIALS[torch.randint(len(SPECIALS), (int(at.sum()),), generator=random)]
+        is_special = torch.rand(shape, generator=generator) < 0.1
+        t[is_special] = SPECIALS[
+            torch.randint(len(SPECIALS), (int(is_special.sum()),), generator=generator)
+        ]
     scale = torch.tensor([0.5, 3.0] * shape[0])[: shape[0]] if fmt.has_given_scale else None
     out = ops.grouped_quantize(torch.zeros(shape), text, None, None, True, True, scale)
     for t in out:
         t.view(U8).fill_(0x5A)  # poison
     numbers = torch.tensor([3e-3, 0.9**3, 0.999**3, -3.0 if special else 3.0, found_inf])
     grad = (grad.mT.contiguous().mT if special else grad).to(GRADIENTS[text])
-    held = (master, m, v.abs(), grad, numbers, out)
-    return (*held, text, True, True, 0.9, 0.999, 1e-8, 0.0 if special else 0.1, scale)
+    tensors = (master, m, v.abs(), grad, numbers, out)
+    return (*tensors, text, True, True, 0.9, 0.999, 1e-8, 0.0 if special else 0.1, scale)
 
 
-def result(given, name="reference", **options):
-    *held, out = ([t.clone() for t in g] if isinstance(g, list) else g.clone() for g in given[:6])
-    # What lies otherwise is copied to where nobody watches.
-    watched = watching(*held, *out, *given) if held[3].is_contiguous() else contextlib.nullcontext()
+def result(op_arguments, name="reference", **options):
+    """Run the op on copies of its tensors; return master, moments and outputs."""
+    *state, out = (
+        [t.clone() for t in g] if isinstance(g, list) else g.clone() for g in op_arguments[:6]
+    )
+    # Strided gradients are copied to unwatched memory.
+    watched = (
+        watching(*state, *out, *op_arguments)
+        if state[3].is_contiguous()
+        else contextlib.nullcontext()
+    )
     with backend(name, **options), watched:
-        ops.adamw_quantize(*held, out, *given[6:])
-    return [*held[:3], *out]
+        ops.adamw_quantize(*state, out, *op_arguments[6:])
+    return [*state[:3], *out]
 
 
 @pytest.mark.emulated
@@ -64,63 +79,81 @@ def test_kernels_have_the_bits_of_the_reference(text, arch):
         (text, arch) in (("mxfp8", "sm_90a"), ("fp8", "sm_100a"))
     )
     cases = [*({"shape": shape} for shape in shapes), {"special": True}, {"found_inf": 1.0}]
-    for what, options in [*((case, {}) for case in cases), *(({}, mode) for mode in MODES)]:
-        given = arguments(text, **what)
-        assert_all_same(result(given, f"emulated:{arch}", **options), result(given))
+    for changes, options in [*((case, {}) for case in cases), *(({}, mode) for mode in MODES)]:
+        op_arguments = arguments(text, **changes)
+        assert_all_same(result(op_arguments, f"emulated:{arch}", **options), result(op_arguments))
 
 
-def test_the_reference_rounds_as_stated():
-    """Beside exact fractions, rounded where the op says so; and quantizes what it made."""
+def test_the_reference_rounds_as_documented():
+    """Each step equals exact fractions, rounded once; the codes are those of the new master."""
 
-    def fl(x):
+    def round_fp32(x):
         return Fraction(fp32(Fraction(x)))
 
-    given = arguments(SQUARES, (1, 4, 32))
-    *made, codes, scales, codes_t, scales_t = result(given)
+    op_arguments = arguments(SQUARES, (1, 4, 32))
+    *state, codes, scales, codes_t, scales_t = result(op_arguments)
     assert_all_same(
         [codes, scales, codes_t, scales_t],
-        ops.grouped_quantize(made[0], SQUARES, None, None, True, True),
+        ops.grouped_quantize(state[0], SQUARES, None, None, True, True),
     )
-    lr, power1, power2, scale, _ = map(Fraction, given[4].tolist())
-    beta1, beta2, eps, decay = map(fl, given[9:13])
-    for p, m, v, g, *new in zip(*(t.flatten().tolist() for t in (*given[:4], *made)), strict=True):
-        g = fl(Fraction(g) / scale)
-        p = fl(Fraction(p) - fl(lr * decay) * Fraction(p))
-        m = fl(beta1 * Fraction(m) + fl(g - beta1 * g))
-        v = fl(beta2 * Fraction(v) + fl(fl(g * g) - beta2 * fl(g * g)))
-        root = fl(fl(math.sqrt(v)) / fl(math.sqrt(fl(1 - power2))))
-        p = fl(p - fl(fl(fl(lr / fl(1 - power1)) * m) / fl(root + eps)))
-        assert new == [p, m, v]
+    lr, power1, power2, scale, _ = map(Fraction, op_arguments[4].tolist())
+    beta1, beta2, eps, decay = map(round_fp32, op_arguments[9:13])
+    for p, m, v, g, *actual in zip(
+        *(t.flatten().tolist() for t in (*op_arguments[:4], *state)), strict=True
+    ):
+        g = round_fp32(Fraction(g) / scale)
+        p = round_fp32(Fraction(p) - round_fp32(lr * decay) * Fraction(p))
+        m = round_fp32(beta1 * Fraction(m) + round_fp32(g - beta1 * g))
+        v = round_fp32(
+            beta2 * Fraction(v) + round_fp32(round_fp32(g * g) - beta2 * round_fp32(g * g))
+        )
+        root = round_fp32(round_fp32(math.sqrt(v)) / round_fp32(math.sqrt(round_fp32(1 - power2))))
+        p = round_fp32(
+            p
+            - round_fp32(
+                round_fp32(round_fp32(lr / round_fp32(1 - power1)) * m) / round_fp32(root + eps)
+            )
+        )
+        assert actual == [p, m, v]
 
 
 @pytest.mark.emulated
 @each_arch
-def test_code(arch):
+def test_generated_code_has_no_approximations(arch):
     for config in kernel_specs(arch):
         if isinstance(config, (AdamWConfig, AdamWTileConfig)):
             check_code(config, arch, inexact=r"\.ftz|\.approx")
 
 
-def test_faults():
-    master, _, _, grad, _, out, *_ = given = arguments("nvfp4:block=16x16", (2, 3, 32))
-    for at, value, error, message in (
-        (1, grad, TypeError, "exp_avg must be float32, got bfloat16"),
+@pytest.mark.parametrize(
+    ("index", "make", "error", "message"),
+    [
+        (1, lambda args: args[3], TypeError, "exp_avg must be float32, got bfloat16"),
         (
             2,
-            master.mT.contiguous().mT,
+            lambda args: args[0].mT.contiguous().mT,
             ValueError,
             "exp_avg_sq is written in place and must be contiguous",
         ),
-        (3, master[:1], ValueError, "grad must have size 2 in dimension 0"),
-        (5, out[:-1], ValueError, "out must be 6 tensors"),
-        (9, 1.0, ValueError, "beta1 must be at least 0 and below 1, got 1"),
-        (11, float("nan"), ValueError, "eps must be at least 0 and below inf, got nan"),
+        (3, lambda args: args[0][:1], ValueError, "grad must have size 2 in dimension 0"),
+        (5, lambda args: args[5][:-1], ValueError, "out must be 6 tensors"),
+        (9, lambda args: 1.0, ValueError, "beta1 must be at least 0 and below 1, got 1"),
+        (
+            11,
+            lambda args: float("nan"),
+            ValueError,
+            "eps must be at least 0 and below inf, got nan",
+        ),
         (
             6,
-            "nvfp4:row_scaled",
+            lambda args: "nvfp4:row_scaled",
             ValueError,
             "weights need a global scale per group, got nvfp4:row_scaled",
         ),
-    ):
-        with pytest.raises(error, match=message):
-            ops.adamw_quantize(*given[:at], value, *given[at + 1 :])
+    ],
+    ids=["dtype", "strides", "shape", "outputs", "beta1", "eps", "format"],
+)
+def test_invalid_arguments_raise(index, make, error, message):
+    valid = arguments("nvfp4:block=16x16", (2, 3, 32))
+    with pytest.raises(error, match=message):
+        ops.adamw_quantize(*valid[:index], make(valid), *valid[index + 1 :])

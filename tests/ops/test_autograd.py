@@ -1,3 +1,5 @@
+"""Derivatives of the ops: gradients of GEMMs against fp64, and errors where there are none."""
+
 import re
 
 import pytest
@@ -11,15 +13,15 @@ from .test_layouts import CALLS
 from .test_schemas import outputs_like, tensors
 
 SPLITS = [(9, 0, 20), (0, 30), (16, 5, 3, 0)]
-#: Of a gradient that was rounded to the dtype once, through a product of rounded gradients.
+#: Tolerance of gradients by dtype: they are rounded once, from products of rounded gradients.
 TOLERANCE = {F32: 1e-5, BF16: 2e-2, F16: 3e-3}
 
 
 def exact_m_grouped(a, b, splits, bias, alpha, transpose_b, tail):
-    parts = []
+    products = []
     for g, rows in enumerate(a.split((*splits, tail))[:-1]):
-        parts.append(alpha[g] * (rows @ (b[g] if transpose_b else b[g].T)) + bias[g])
-    return torch.cat([*parts, parts[0].new_zeros(tail, bias.shape[1])])
+        products.append(alpha[g] * (rows @ (b[g] if transpose_b else b[g].T)) + bias[g])
+    return torch.cat([*products, products[0].new_zeros(tail, bias.shape[1])])
 
 
 def exact_k_grouped(a, b, splits, alpha, tail):
@@ -38,6 +40,7 @@ def assert_near(got, want, dtype):
 
 
 def check_gradients(product, exact, *shapes, dtype):
+    """Compare the output and the gradients of a product with fp64; return the operands."""
     operands = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
     inputs = [doubled(t) for t in operands]
     out, want = product(*operands), exact(*inputs)
@@ -45,15 +48,15 @@ def check_gradients(product, exact, *shapes, dtype):
     out.backward(dy)
     want.backward(dy.double())
     assert_near(out.detach(), want.detach(), dtype)
-    for got, wanted in zip(operands, inputs, strict=True):
-        assert_near(got.grad, wanted.grad, dtype)
+    for got, exact_operand in zip(operands, inputs, strict=True):
+        assert_near(got.grad, exact_operand.grad, dtype)
     return operands
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
-def test_m_grouped_gemm(splits, transpose_b, dtype):
+def test_gradients_of_m_grouped_gemm(splits, transpose_b, dtype):
     groups, tail, offs = len(splits), 4, offs_from_splits(splits)
     alpha = torch.rand(groups) + 0.5
     a, b, _ = check_gradients(
@@ -69,7 +72,7 @@ def test_m_grouped_gemm(splits, transpose_b, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
-def test_k_grouped_gemm(splits, dtype):
+def test_gradients_of_k_grouped_gemm(splits, dtype):
     rows, alpha, offs = sum(splits) + 4, torch.rand(len(splits)) + 0.5, offs_from_splits(splits)
     check_gradients(
         lambda a, b: ops.k_grouped_gemm(a, b, offs, alpha),
@@ -79,26 +82,26 @@ def test_k_grouped_gemm(splits, dtype):
     )
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
-def test_only_the_gradients_that_are_needed(wanted):
+@pytest.mark.parametrize("required", [(0,), (1,), (2,), (0, 2)], ids=str)
+def test_only_required_gradients_are_computed(required):
     operands = [torch.randn(8, 4), torch.randn(2, 3, 4), torch.randn(2, 3)]
-    for i in wanted:
+    for i in required:
         operands[i].requires_grad_()
     a, b, bias = operands
     ops.m_grouped_gemm(a, b, offs_from_splits((5, 3)), bias).sum().backward()
-    assert [i for i, t in enumerate(operands) if t.grad is not None] == list(wanted)
+    assert [i for i, t in enumerate(operands) if t.grad is not None] == list(required)
 
 
-def test_second_derivative():
+def test_second_derivative_of_m_grouped_gemm():
     a = torch.randn(8, 4, requires_grad=True)
     b = torch.randn(2, 3, 4, requires_grad=True)
     y = ops.m_grouped_gemm(a, b, offs_from_splits((5, 3)))
     (da,) = torch.autograd.grad((y * y).sum(), a, create_graph=True)
     (db,) = torch.autograd.grad((da * da).sum(), b)
     exact_a, exact_b = doubled(a), doubled(b)
-    none = torch.zeros(2, 3, dtype=torch.float64)
-    one = torch.ones(2, dtype=torch.float64)
-    y = exact_m_grouped(exact_a, exact_b, (5, 3), none, one, False, 0)
+    no_bias = torch.zeros(2, 3, dtype=torch.float64)
+    alpha = torch.ones(2, dtype=torch.float64)
+    y = exact_m_grouped(exact_a, exact_b, (5, 3), no_bias, alpha, False, 0)
     (da,) = torch.autograd.grad((y * y).sum(), exact_a, create_graph=True)
     (want,) = torch.autograd.grad((da * da).sum(), exact_b)
     assert_near(db, want, F32)
@@ -125,7 +128,7 @@ def test_alpha_has_no_derivative(name):
         out.sum().backward()
 
 
-#: Operands of calls that could require gradients, of lists the last tensor.
+#: Operands of calls that can require gradients; for lists, the last tensor does.
 OUT_FORMS = {
     "fprop": ("a", "b", "bias", "alpha"),
     "wgrad": ("a", "b", "alpha"),
@@ -141,8 +144,8 @@ OUT_FORMS = {
 OPERANDS = [(call, operand) for call, operands in OUT_FORMS.items() for operand in operands]
 
 
-def arguments_of(call):
-    """The op, and its arguments by name; none requires a gradient."""
+def arguments_by_name(call):
+    """Return the op's name and its arguments by name; none requires a gradient."""
     name, make = CALLS[call]
     return name, {
         f.name: value
@@ -150,34 +153,36 @@ def arguments_of(call):
     }
 
 
-def operand_of(arguments, operand):
+def operand_tensor(arguments, operand):
     value = arguments[operand]
     return value[-1] if isinstance(value, list) else value
 
 
-def replaced(arguments, operand, tensor):
+def replace_operand(arguments, operand, tensor):
     value = arguments[operand]
     return arguments | {operand: [*value[:-1], tensor] if isinstance(value, list) else tensor}
 
 
 def require_gradient(arguments, operand):
-    return replaced(arguments, operand, operand_of(arguments, operand).clone().requires_grad_())
+    return replace_operand(
+        arguments, operand, operand_tensor(arguments, operand).clone().requires_grad_()
+    )
 
 
-def label_of(arguments, operand):
+def operand_label(arguments, operand):
     value = arguments[operand]
     return f"{operand}[{len(value) - 1}]" if isinstance(value, list) else operand
 
 
-def outputs_of(name, arguments):
+def zero_outputs(name, arguments):
     return outputs_like(name, getattr(ops, name)(**arguments), torch.zeros_like)
 
 
 @pytest.mark.parametrize(
     ("case", "operand"), [(c, operand) for c, operand in OPERANDS if c not in ("fprop", "wgrad")]
 )
-def test_what_has_no_derivative_says_so(case, operand):
-    name, arguments = arguments_of(case)
+def test_ops_without_a_derivative_raise(case, operand):
+    name, arguments = arguments_by_name(case)
     arguments = require_gradient(arguments, operand)
     result = next(t for t in tensors(getattr(ops, name)(**arguments)) if t.requires_grad)
     with pytest.raises(RuntimeError, match=f"{name} (of quantized operands )?has no derivative"):
@@ -185,16 +190,16 @@ def test_what_has_no_derivative_says_so(case, operand):
 
 
 @pytest.mark.parametrize(("case", "operand"), [*OPERANDS, *((case, None) for case in OUT_FORMS)])
-def test_out_forms_refuse_what_requires_a_gradient(case, operand):
-    """An operand, or without one an output."""
-    name, arguments = arguments_of(case)
-    outputs = outputs_of(name, arguments)
+def test_out_forms_refuse_tensors_that_require_gradients(case, operand):
+    """The tensor is an operand, or an output if the operand is None."""
+    name, arguments = arguments_by_name(case)
+    outputs = zero_outputs(name, arguments)
     if operand is None:
         (label,) = outputs
         next(t for t in tensors(outputs) if t.is_floating_point()).requires_grad_()
     else:
         label, arguments = (
-            re.escape(label_of(arguments, operand)),
+            re.escape(operand_label(arguments, operand)),
             require_gradient(arguments, operand),
         )
     with pytest.raises(RuntimeError, match=f"{name}_out.*{label} requires a gradient"):
@@ -205,39 +210,40 @@ def test_out_forms_refuse_what_requires_a_gradient(case, operand):
 
 
 @pytest.mark.parametrize(("case", "operand"), OPERANDS)
-@pytest.mark.parametrize("way", ["func.jvp", "dual level"])
-def test_forward_mode_is_refused(case, operand, way):
+@pytest.mark.parametrize("api", ["func.jvp", "dual level"])
+def test_forward_mode_is_refused(case, operand, api):
     """A zero tangent would be the derivative of a constant."""
-    name, arguments = arguments_of(case)
-    primal = operand_of(arguments, operand)
+    name, arguments = arguments_by_name(case)
+    primal = operand_tensor(arguments, operand)
     tangent = torch.ones_like(primal)
 
     def call(x):
-        return getattr(ops, name)(**replaced(arguments, operand, x))
+        return getattr(ops, name)(**replace_operand(arguments, operand, x))
 
     def call_out(x):
-        outputs = outputs_of(name, arguments)
-        getattr(ops, f"{name}_out")(**replaced(arguments, operand, x), **outputs)
+        outputs = zero_outputs(name, arguments)
+        getattr(ops, f"{name}_out")(**replace_operand(arguments, operand, x), **outputs)
         return next(iter(outputs.values()))
 
     def call_directly(x):
-        given = replaced(arguments, operand, x)
+        changed = replace_operand(arguments, operand, x)
         ordered = [
-            given.get(a.name, a.default_value) for a in getattr(ops, name).default._schema.arguments
+            changed.get(a.name, a.default_value)
+            for a in getattr(ops, name).default._schema.arguments
         ]
         return getattr(cute_kernels.ops, name)(*ordered)
 
     for function in (call, call_directly, call_out):
         with pytest.raises((NotImplementedError, RuntimeError), match="no forward-mode|in forward"):
-            if way == "func.jvp":
+            if api == "func.jvp":
                 torch.func.jvp(function, (primal,), (tangent,))
             else:
                 with forward_ad.dual_level():
                     function(forward_ad.make_dual(primal, tangent))
 
 
-def test_operands_without_a_tangent_pass_in_a_dual_level():
-    _, arguments = arguments_of("fprop")
+def test_operands_without_a_tangent_work_in_a_dual_level():
+    _, arguments = arguments_by_name("fprop")
     with forward_ad.dual_level():
         assert_same_bytes(ops.m_grouped_gemm(**arguments), ops.m_grouped_gemm(**arguments))
 
@@ -254,7 +260,7 @@ def test_every_form_is_documented(name):
     text = getattr(ops, name).__doc__
     assert "Args:" in text
     if not hasattr(ops, f"{name}_out"):
-        return  # It writes its arguments and returns nothing.
+        return  # an op that writes its arguments and returns nothing
     assert "Returns:" in text
     assert text in getattr(ops, f"{name}_out").__doc__
     direct = getattr(cute_kernels.ops, name)

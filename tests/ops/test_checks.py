@@ -1,4 +1,4 @@
-"""Every refusal: raised before any work, naming the argument, its value and the rule."""
+"""Errors of the ops: raised before any work, naming the argument, its value and the rule."""
 
 import re
 
@@ -46,55 +46,73 @@ OFFS_RULES = [
 ]
 
 
-def change(arguments, index, value):
-    """Arguments with another one at ``index``, or within the list at the first of two indices."""
+def replace_argument(arguments, index, value):
+    """Return the arguments with another value at ``index``.
+
+    A pair of indices selects an element of a list.
+    """
     if isinstance(index, tuple):
         index, inner = index
-        value = list(change(arguments[index], inner, value))
+        value = list(replace_argument(arguments[index], inner, value))
     return (*arguments[:index], value, *arguments[index + 1 :])
 
 
-def offs_of(name, arguments):
-    at = [field.name for field in getattr(ops, name).default._schema.arguments].index("offs")
-    return [(name, change(arguments, at, offs), *rest) for offs, *rest in OFFS_RULES]
+def offs_cases(name, arguments):
+    index = [field.name for field in getattr(ops, name).default._schema.arguments].index("offs")
+    return [
+        (name, replace_argument(arguments, index, offs), *error_and_message)
+        for offs, *error_and_message in OFFS_RULES
+    ]
 
 
 def operand_cases(name, arguments, index, label):
-    fine = arguments[index[0]][index[1]] if isinstance(index, tuple) else arguments[index]
-    other = torch.int16 if fine.dtype != torch.int16 else U8
+    """Return cases with a wrong dtype, shape and device of one operand."""
+    valid = arguments[index[0]][index[1]] if isinstance(index, tuple) else arguments[index]
+    other_dtype = torch.int16 if valid.dtype != torch.int16 else U8
     return [
-        (name, change(arguments, index, fine.to(other)), TypeError, f"{label} must be"),
-        (name, change(arguments, index, fine[None]), ValueError, f"{label} must have"),
-        (name, change(arguments, index, fine.to("meta")), ValueError, "must be on the device of"),
+        (
+            name,
+            replace_argument(arguments, index, valid.to(other_dtype)),
+            TypeError,
+            f"{label} must be",
+        ),
+        (name, replace_argument(arguments, index, valid[None]), ValueError, f"{label} must have"),
+        (
+            name,
+            replace_argument(arguments, index, valid.to("meta")),
+            ValueError,
+            "must be on the device of",
+        ),
     ]
 
 
 def copy_cases(name, arguments, codes, scales, label, ending=""):
+    """Return such cases for all tensors of a quantized copy."""
     lists = "scales" if label == "codes" else f"{label}_scales"
-    rest = [
-        ((scales, i), f"{lists}[{i}], the {of}{ending} of nvfp4,")
-        for i, of in enumerate(("scales", "amax"))
+    scale_cases = [
+        ((scales, i), f"{lists}[{i}], the {name_of_scale}{ending} of nvfp4,")
+        for i, name_of_scale in enumerate(("scales", "amax"))
     ]
     return [
         case
-        for at, what in ((codes, label), *rest)
-        for case in operand_cases(name, arguments, at, what)
+        for index, operand in ((codes, label), *scale_cases)
+        for case in operand_cases(name, arguments, index, operand)
     ]
 
 
-def m_grouped(a, b=tuple(V[:3]), offs=OFFS, *rest, **formats):
-    return m_grouped_arguments(a, b, offs, *rest, **formats)
+def m_grouped(a, b=tuple(V[:3]), offs=OFFS, *options, **formats):
+    return m_grouped_arguments(a, b, offs, *options, **formats)
 
 
-def rows_of(a, b, rows, inverse=None):
+def row_arguments(a, b, rows, inverse=None):
     return (a, b, OFFS, None, None, False, *[None] * 5, False, None, rows, inverse)
 
 
-def k_grouped(a, b=tuple(Q[3:]), offs=OFFS, *rest):
-    return k_grouped_arguments(a, b, offs, *rest)
+def k_grouped(a, b=tuple(Q[3:]), offs=OFFS, *options):
+    return k_grouped_arguments(a, b, offs, *options)
 
 
-def dequantized(copy, rows=8, dtype=F32, text=NVFP4, offs=OFFS, columnwise=False):
+def dequantizing(copy, rows=8, dtype=F32, text=NVFP4, offs=OFFS, columnwise=False):
     return dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
 
 
@@ -107,11 +125,11 @@ X16 = X.bfloat16()
 W4A16 = m_grouped(X16)
 BLOCKS, DELAYED = ("fp8_block", "mxfp8"), "fp8:scaling=delayed"
 FUSED = (X16, V[0], OFFS, V[1:3], NVFP4, NVFP4)
-#: Where the lists of scales are in the arguments of ``m_grouped_gemm`` and ``k_grouped_gemm``.
+#: Positions of the lists of scales in the arguments of ``m_grouped_gemm`` and ``k_grouped_gemm``.
 M_SCALES, K_SCALES = {"a": 7, "b": 8}, {"a": 5, "b": 6}
-#: Where formats are in the arguments of products.
-FORMATS_AT = [("m_grouped_gemm", FPROP, 10), ("m_grouped_quantize_gemm", FUSED, 5)]
-FORMATS_AT += [("k_grouped_gemm", WGRAD, at) for at in (7, 8)]
+#: Positions of formats in the arguments of products.
+FORMAT_POSITIONS = [("m_grouped_gemm", FPROP, 10), ("m_grouped_quantize_gemm", FUSED, 5)]
+FORMAT_POSITIONS += [("k_grouped_gemm", WGRAD, index) for index in (7, 8)]
 
 #: Arguments that raise a TypeError, and its message, by op.
 WRONG_TYPES = {
@@ -135,7 +153,7 @@ WRONG_TYPES = {
         ),
     ],
     "grouped_dequantize": [
-        (dequantized(Q[:3], dtype=I32), "dtype must be bfloat16 or float16 or float32, got int32")
+        (dequantizing(Q[:3], dtype=I32), "dtype must be bfloat16 or float16 or float32, got int32")
     ],
     "m_grouped_gemm": [
         ((X, W.bfloat16(), OFFS), "b must be float32, got bfloat16"),
@@ -145,11 +163,11 @@ WRONG_TYPES = {
             "out_dtype must be bfloat16 or float16 or float32, got float64",
         ),
         (m_grouped(X), "a must be bfloat16 or float16, got float32"),
-        (rows_of(X, W, OFFS.long()), "rows must be int32, got int64"),
+        (row_arguments(X, W, OFFS.long()), "rows must be int32, got int64"),
     ],
     "k_grouped_gemm": [((X, X.half(), OFFS), "b must be float32, got float16")],
 }
-#: Likewise a ValueError.
+#: Arguments that raise a ValueError, and its message, by op.
 WRONG_VALUES = {
     "compute_offsets": [
         ((torch.ones(3, 1, dtype=I32),), "splits must have 1 dimensions, got shape (3, 1)")
@@ -218,25 +236,25 @@ WRONG_VALUES = {
         ((X, NVFP4, OFFS, torch.ones(3)), "amax must have size 2 in dimension 0, got shape (3,)"),
     ],
     "grouped_dequantize": [
-        (dequantized(Q[:3], -1), "rows must be >= 0, got -1"),
-        (dequantized(Q[:3], 9), "codes must have size 9 in dimension 0, got shape (8, 16)"),
+        (dequantizing(Q[:3], -1), "rows must be >= 0, got -1"),
+        (dequantizing(Q[:3], 9), "codes must have size 9 in dimension 0, got shape (8, 16)"),
         (
-            dequantized(Q[:3], text=ROWS),
+            dequantizing(Q[:3], text=ROWS),
             "scales[1], the amax of nvfp4:row_scaled, must have size 8 in dimension 0",
         ),
         (
-            dequantized(Q[3:], 300, columnwise=True),
+            dequantizing(Q[3:], 300, columnwise=True),
             "codes must have size 256 in dimension 1, got shape (32, 128)",
         ),
         (
-            dequantized((Q[3][:8], *Q[4:]), columnwise=True),
+            dequantizing((Q[3][:8], *Q[4:]), columnwise=True),
             "K must be a positive multiple of 16 (codes are of nvfp4), got 8",
         ),
         (
-            dequantized([t[:0] for t in U], 5, offs=None),
+            dequantizing([t[:0] for t in U], 5, offs=None),
             "codes must have at least one group, got shape (0, 5, 16)",
         ),
-        (dequantized(Q[:3], offs=None), "codes must have 3 dimensions, got shape (8, 16)"),
+        (dequantizing(Q[:3], offs=None), "codes must have 3 dimensions, got shape (8, 16)"),
     ],
     "m_grouped_gemm": [
         ((X, W[0], OFFS), "b must have 3 dimensions, got shape (16, 32)"),
@@ -271,14 +289,20 @@ WRONG_VALUES = {
             m_grouped(Q[:3], b_format=ROWS),
             "b_format must have one global scale per group, got 'nvfp4:row_scaled'",
         ),
-        (rows_of(X, W, ROW), "rows must have 1 dimensions, got shape (3, 2)"),
-        (rows_of(X, W, OFFS, ROW), "inverse must have size 8 in dimension 0, got shape (3, 2)"),
-        (rows_of(X, W, None, ROW), "inverse is that of rows: give both"),
+        (row_arguments(X, W, ROW), "rows must have 1 dimensions, got shape (3, 2)"),
+        (
+            row_arguments(X, W, OFFS, ROW),
+            "inverse must have size 8 in dimension 0, got shape (3, 2)",
+        ),
+        (row_arguments(X, W, None, ROW), "inverse is that of rows: give both"),
         (
             (*FPROP, None, OFFS),
-            "rows needs an a_format whose scales are those of single rows, got 'nvfp4'",
+            "rows needs an a_format whose scales belong to single rows, got 'nvfp4'",
         ),
-        ((*m_grouped(X, W)[:-1], True), "prepacked is of weights of packed codes, got None"),
+        (
+            (*m_grouped(X, W)[:-1], True),
+            "prepacked needs weights with several codes per byte, got b_format=None",
+        ),
     ],
     "k_grouped_gemm": [
         ((X, X[:7], OFFS), "b must have size 8 in dimension 0, got shape (7, 32)"),
@@ -286,7 +310,7 @@ WRONG_VALUES = {
         ((X, X, OFFS, *[None] * 7, OFFS), "rows must have size 8 in dimension 0, got shape (2,)"),
         (
             (*WGRAD, None, OFFS),
-            "rows is of plain operands: blocks of nvfp4 run along the rows of a group",
+            "rows and inverse need plain operands: blocks of a_format='nvfp4' run along",
         ),
         (
             k_grouped((Q[3][:, :100], *Q[4:])),
@@ -301,7 +325,7 @@ WRONG_VALUES = {
     ],
     "m_grouped_quantize_gemm": [
         (
-            change(FUSED, 0, X16[:, :24]),
+            replace_argument(FUSED, 0, X16[:, :24]),
             "K must be a positive multiple of 16 (the columns of a, beside nvfp4), got 24",
         )
     ],
@@ -314,8 +338,8 @@ CASES = [
         for arguments, text in rows
     ],
     *[
-        (name, (x, *rest), error, f"{label} {text}")
-        for name, label, *rest in (
+        (name, (x, *more), error, f"{label} {text}")
+        for name, label, *more in (
             *(("moe_gather", "x", OFFS), ("moe_activate", "x", "silu"), ("moe_combine", "h", ROW)),
             *(
                 ("grouped_amax", "x", OFFS),
@@ -333,7 +357,8 @@ CASES = [
             "compute_offsets",
             (torch.ones(3, dtype=I32), multiplier, dtype),
             ValueError,
-            f"multiplier must be in [1, {torch.iinfo(dtype or I32).max}], the offsets' dtype, got {multiplier}",
+            f"multiplier must be in [1, {torch.iinfo(dtype or I32).max}], the offsets' dtype, "
+            f"got {multiplier}",
         )
         for multiplier, dtype in (
             (0, None),
@@ -343,77 +368,87 @@ CASES = [
             (-1, torch.int64),
         )
     ],
-    *offs_of("grouped_amax", (X, OFFS)),
-    *offs_of("grouped_dbias", (X, OFFS)),
-    *offs_of("grouped_quantize", (X, NVFP4, OFFS)),
-    *offs_of("grouped_dequantize", dequantized(Q[:3])),
-    *copy_cases("grouped_dequantize", dequantized(Q[:3]), 0, 1, "codes"),
-    *copy_cases("grouped_dequantize", dequantized(Q[3:], columnwise=True), 0, 1, "codes", "_t"),
+    *offs_cases("grouped_amax", (X, OFFS)),
+    *offs_cases("grouped_dbias", (X, OFFS)),
+    *offs_cases("grouped_quantize", (X, NVFP4, OFFS)),
+    *offs_cases("grouped_dequantize", dequantizing(Q[:3])),
+    *copy_cases("grouped_dequantize", dequantizing(Q[:3]), 0, 1, "codes"),
+    *copy_cases("grouped_dequantize", dequantizing(Q[3:], columnwise=True), 0, 1, "codes", "_t"),
     *[
         (
             "grouped_dequantize",
-            dequantized(copy),
+            dequantizing(copy),
             ValueError,
             f"scales must be scales, amax of nvfp4, got {len(copy) - 1} tensors",
         )
         for copy in (Q[:1], Q[:2], Q[:4])
     ],
-    *offs_of("m_grouped_gemm", (X, W, OFFS)),
-    *offs_of("k_grouped_gemm", (X, X, OFFS)),
+    *offs_cases("m_grouped_gemm", (X, W, OFFS)),
+    *offs_cases("k_grouped_gemm", (X, X, OFFS)),
     *[
         case
         for name, b in (("m_grouped_gemm", W), ("k_grouped_gemm", X))
         for i in (0, 1)
         for case in operand_cases(name, (X, b, OFFS), i, "ab"[i])
     ],
-    *offs_of("m_grouped_gemm", FPROP),
+    *offs_cases("m_grouped_gemm", FPROP),
     *[
         case
-        for codes, (side, at) in enumerate(M_SCALES.items())
+        for codes, (side, index) in enumerate(M_SCALES.items())
         for arguments, ending in ((FPROP, ""), (DGRAD, "_t" * codes))
-        for case in copy_cases("m_grouped_gemm", arguments, codes, at, side, ending)
+        for case in copy_cases("m_grouped_gemm", arguments, codes, index, side, ending)
     ],
-    *offs_of("m_grouped_gemm", W4A16),
+    *offs_cases("m_grouped_gemm", W4A16),
     *operand_cases("m_grouped_gemm", W4A16, 0, "a"),
     *copy_cases("m_grouped_gemm", W4A16, 1, M_SCALES["b"], "b"),
-    *offs_of("m_grouped_quantize_gemm", FUSED),
+    *offs_cases("m_grouped_quantize_gemm", FUSED),
     *operand_cases("m_grouped_quantize_gemm", FUSED, 0, "a"),
     *copy_cases("m_grouped_quantize_gemm", FUSED, 1, 3, "b"),
-    *offs_of("k_grouped_gemm", WGRAD),
+    *offs_cases("k_grouped_gemm", WGRAD),
     *[
         case
-        for codes, (side, at) in enumerate(K_SCALES.items())
-        for case in copy_cases("k_grouped_gemm", WGRAD, codes, at, side, "_t")
+        for codes, (side, index) in enumerate(K_SCALES.items())
+        for case in copy_cases("k_grouped_gemm", WGRAD, codes, index, side, "_t")
     ],
     *[
-        (name, change(arguments, first + i, None), ValueError, f"{side}_scales and {side}_format")
-        for name, arguments, first in (("m_grouped_gemm", FPROP, 7), ("k_grouped_gemm", WGRAD, 5))
+        (
+            name,
+            replace_argument(arguments, start + i, None),
+            ValueError,
+            f"{side}_scales and {side}_format",
+        )
+        for name, arguments, start in (("m_grouped_gemm", FPROP, 7), ("k_grouped_gemm", WGRAD, 5))
         for i, side in enumerate("abab")
     ],
     *[
-        (name, change(arguments, at, fmt), ValueError, text)
-        for name, arguments, at in FORMATS_AT
+        (name, replace_argument(arguments, index, fmt), ValueError, text)
+        for name, arguments, index in FORMAT_POSITIONS
         for fmt, text in (
             ("mxfp8", "a and b must have formats of one kind"),
             ("NVFP4", "got 'NVFP4'"),
         )
     ],
     ("grouped_quantize", (X, "NVFP4", OFFS), ValueError, "got 'NVFP4'"),
-    ("grouped_dequantize", dequantized(Q[:3], text="NVFP4"), ValueError, "got 'NVFP4'"),
+    ("grouped_dequantize", dequantizing(Q[:3], text="NVFP4"), ValueError, "got 'NVFP4'"),
     *[
         (
             name,
-            change(arguments, at, arguments[at][:1] if is_short else [*arguments[at], Q[2]]),
+            replace_argument(
+                arguments, index, arguments[index][:1] if is_short else [*arguments[index], Q[2]]
+            ),
             ValueError,
             f"{side}_scales must be {names} of nvfp4, got {1 if is_short else 3} tensors",
         )
-        for name, arguments, side, at, names in (
-            *(("m_grouped_gemm", FPROP, side, at, "scales, amax") for side, at in M_SCALES.items()),
+        for name, arguments, side, index, names in (
+            *(
+                ("m_grouped_gemm", FPROP, side, index, "scales, amax")
+                for side, index in M_SCALES.items()
+            ),
             ("m_grouped_gemm", DGRAD, "b", 8, "scales_t, amax_t"),
             ("m_grouped_quantize_gemm", FUSED, "b", 3, "scales, amax"),
             *(
-                ("k_grouped_gemm", WGRAD, side, at, "scales_t, amax_t")
-                for side, at in K_SCALES.items()
+                ("k_grouped_gemm", WGRAD, side, index, "scales_t, amax_t")
+                for side, index in K_SCALES.items()
             ),
         )
         for is_short in (True, False)
@@ -422,8 +457,8 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def no_work(monkeypatch):
-    """Fail if a check comes after the computation began."""
+def forbid_work(monkeypatch):
+    """Fail if the computation begins before a check."""
 
     def run(self, outputs, **options):
         raise AssertionError(f"{self.name} ran")
@@ -435,7 +470,7 @@ def no_work(monkeypatch):
                 monkeypatch.setattr(op, "run_reference", run)
 
 
-def nothing_to_write(name):
+def empty_outputs(name):
     schema = getattr(ops, f"{name}_out").default._schema
     (out,) = (a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     return {out.name: [] if str(out.type) == "List[Tensor]" else torch.zeros(0)}
@@ -443,13 +478,13 @@ def nothing_to_write(name):
 
 @pytest.mark.parametrize("suffix", ["", "_out"])
 @pytest.mark.parametrize(("name", "arguments", "error", "text"), CASES)
-def test_bad_arguments(name, arguments, error, text, suffix):
-    outputs = nothing_to_write(name) if suffix else {}
+def test_invalid_arguments_raise(name, arguments, error, text, suffix):
+    outputs = empty_outputs(name) if suffix else {}
     with pytest.raises(error, match=re.escape(text)):
         getattr(ops, name + suffix)(*arguments, **outputs)
 
 
-def good_outputs():
+def valid_outputs():
     return {
         name: spec.allocate(X.device, True)
         for name, spec in buffers(parse(NVFP4), X.shape, len(OFFS)).items()
@@ -457,10 +492,10 @@ def good_outputs():
 
 
 def quantize_out(**changes):
-    ops.grouped_quantize_out(X, NVFP4, OFFS, out=list((good_outputs() | changes).values()))
+    ops.grouped_quantize_out(X, NVFP4, OFFS, out=list((valid_outputs() | changes).values()))
 
 
-def test_good_outputs_pass():
+def test_valid_outputs_pass_the_checks():
     with pytest.raises(AssertionError, match="ran"):
         quantize_out()
 
@@ -497,17 +532,17 @@ def test_good_outputs_pass():
         ({"amax": torch.zeros(2, device="meta")}, ValueError, "out[2] must be on cpu, got meta"),
     ],
 )
-def test_bad_outputs(changes, error, text):
+def test_invalid_outputs_raise(changes, error, text):
     with pytest.raises(error, match=re.escape(f"grouped_quantize_out: {text}")):
         quantize_out(**changes)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4])
-def test_a_list_of_outputs_has_the_length_of_what_is_asked(count):
-    given = [*good_outputs().values(), torch.zeros(0)][:count]
+def test_the_number_of_outputs_is_checked(count):
+    outputs = [*valid_outputs().values(), torch.zeros(0)][:count]
     text = "out must be 3 tensors, of shapes (8, 16), (2, 1, 512), (2,); got"
     with pytest.raises(ValueError, match=re.escape(f"grouped_quantize_out: {text} {count}")):
-        ops.grouped_quantize_out(X, NVFP4, OFFS, out=given)
+        ops.grouped_quantize_out(X, NVFP4, OFFS, out=outputs)
 
 
 @pytest.mark.parametrize(
@@ -519,11 +554,11 @@ def test_a_list_of_outputs_has_the_length_of_what_is_asked(count):
         ("m_grouped_gemm", m_grouped(X16, V[:3], OFFS, None, None, False, F32), (8, 16)),
         ("m_grouped_quantize_gemm", (*FUSED, None, None, False, F32), (8, 16)),
         ("k_grouped_gemm", k_grouped(Q[3:], Q[3:], OFFS, None, F32), (2, 32, 32)),
-        ("grouped_dequantize", dequantized(Q[:3]), (8, 32)),
+        ("grouped_dequantize", dequantizing(Q[:3]), (8, 32)),
     ],
     ids=["plain", "plain k", "nvfp4", "w4a16", "quantizing", "nvfp4 k", "dequantize"],
 )
-def test_bad_result_buffers(name, arguments, shape):
+def test_invalid_result_buffers_raise(name, arguments, shape):
     call = getattr(ops, f"{name}_out")
     with pytest.raises(RuntimeError, match="missing value for argument 'out'"):
         call(*arguments)
@@ -536,11 +571,11 @@ def test_bad_result_buffers(name, arguments, shape):
 
 
 @pytest.mark.parametrize("call", [ops.m_grouped_gemm, cute_kernels.ops.m_grouped_gemm])
-def test_meta_tensors_of_one_device_are_fine(call):
+def test_meta_tensors_of_one_device_are_accepted(call):
     y = call(X.to("meta"), W.to("meta"), META_OFFS)
     assert y.device.type == "meta" and y.shape == (8, 16)
 
 
-def test_a_dtype_by_name_is_refused_by_the_schema():
+def test_the_schema_refuses_a_dtype_by_name():
     with pytest.raises(RuntimeError):
         ops.m_grouped_gemm(sample(8, 32), sample(2, 16, 32), OFFS, out_dtype="float32")

@@ -1,3 +1,5 @@
+"""The backend of a call: plans belong to it, in threads, compiled code and exported modules."""
+
 import contextlib
 import threading
 
@@ -27,19 +29,20 @@ K, N = 512, 16
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch, fresh_dynamo):
+def fresh_plans_and_dynamo(monkeypatch, fresh_dynamo):
     monkeypatch.setattr(PLANS, "_plans", {})
 
 
 @pytest.fixture
-def planned(monkeypatch):
+def planned_backends(monkeypatch):
+    """Return the list of backends for which plans are made."""
     names, plan = [], Op.plan
 
-    def noting(op, backend):
+    def record_plan(op, backend):
         names.append(backend.name)
         return plan(op, backend)
 
-    monkeypatch.setattr(Op, "plan", noting)
+    monkeypatch.setattr(Op, "plan", record_plan)
     return names
 
 
@@ -54,28 +57,28 @@ def enter_in_another_thread(stack, name):
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_plan_is_kept_under_the_backend_that_it_is_for(monkeypatch, planned, direct):
-    """Another thread switches after the key of a call is known and before its plan is made."""
+def test_a_plan_is_cached_under_its_backend(monkeypatch, planned_backends, direct):
+    """Another thread switches between the key of a call and its plan."""
     a, b = operands()
     call = direct_gemm if direct else ops.m_grouped_gemm
     key = registration.plan_key
-    with contextlib.ExitStack() as others:
+    with contextlib.ExitStack() as stack_of_thread:
 
-        def switching(*args):
-            made = key(*args)
-            enter_in_another_thread(others, "reference:sm_90a")
-            return made
+        def switch_after_key(*args):
+            plan_key = key(*args)
+            enter_in_another_thread(stack_of_thread, "reference:sm_90a")
+            return plan_key
 
         with backend("reference"):
-            monkeypatch.setattr(registration, "plan_key", switching)
-            first = call(a, b, OFFS)
+            monkeypatch.setattr(registration, "plan_key", switch_after_key)
+            product = call(a, b, OFFS)
             monkeypatch.setattr(registration, "plan_key", key)
-    assert planned == ["reference"]
+    assert planned_backends == ["reference"]
     with backend("reference"):
-        assert_same_bytes(call(a, b, OFFS), first)
+        assert_same_bytes(call(a, b, OFFS), product)
     with backend("reference:sm_90a"):
         call(a, b, OFFS)
-    assert planned == ["reference", "reference:sm_90a"]
+    assert planned_backends == ["reference", "reference:sm_90a"]
 
 
 def direct_gemm(a, b, offs):
@@ -83,6 +86,7 @@ def direct_gemm(a, b, offs):
 
 
 def gemms():
+    """Yield GEMM ops and arguments: plain, quantized, mixed, and quantizing on the fly."""
     a, b = operands()
     w = ops.grouped_quantize(b, "nvfp4")
     x = ops.grouped_quantize(a, "nvfp4", OFFS)
@@ -92,28 +96,25 @@ def gemms():
     yield ops.m_grouped_quantize_gemm, (a, w[0], OFFS, w[1:], "nvfp4", "nvfp4", *options)
 
 
-def test_a_call_adds_as_the_backend_of_its_plan(monkeypatch):
-    """Another thread switches after the plan of a call is made and before it runs."""
+def test_a_call_sums_like_the_backend_of_its_plan(monkeypatch):
+    """Another thread switches between the plan of a call and its run."""
     compute = CallPlan.compute
     for call, arguments in gemms():
         with backend("reference:sm_90a"):
             want = call(*arguments)
         with backend("reference"):
             assert not call(*arguments).equal(want), "the sums do not differ"
-        with contextlib.ExitStack() as others:
+        with contextlib.ExitStack() as stack_of_thread:
 
-            def switching(plan, op, others=others):
-                enter_in_another_thread(others, "reference")
+            def switch_before_run(plan, op, stack_of_thread=stack_of_thread):
+                enter_in_another_thread(stack_of_thread, "reference")
                 return compute(plan, op)
 
             with backend("reference:sm_90a"):
-                monkeypatch.setattr(CallPlan, "compute", switching)
+                monkeypatch.setattr(CallPlan, "compute", switch_before_run)
                 got = call(*arguments)
                 monkeypatch.setattr(CallPlan, "compute", compute)
         assert_same_bytes(got, want)
-
-
-# Torch.compile
 
 
 def inside(x, w, offs):
@@ -127,7 +128,7 @@ def test_a_block_inside_a_full_graph_is_refused():
     with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot choose a backend: enter"):
         function(*operands(), OFFS)
     with backend("reference"):
-        ops.m_grouped_gemm(*operands(), OFFS)  # nothing is left behind
+        ops.m_grouped_gemm(*operands(), OFFS)  # the block has no effect
 
 
 def test_a_block_inside_an_exported_module_is_refused():
@@ -140,18 +141,18 @@ def test_a_block_inside_an_exported_module_is_refused():
 
 
 @pytest.mark.compile
-def test_a_block_inside_a_function_with_graph_breaks_is_honoured(planned):
+def test_a_block_inside_a_function_with_graph_breaks_holds(planned_backends):
     a, b = operands()
     want = inside(a, b, OFFS)
-    planned.clear()
+    planned_backends.clear()
     clear_plan_cache()
     assert_same_bytes(torch.compile(inside, backend="eager")(a, b, OFFS), want)
-    assert planned == ["reference:sm_90a"]
+    assert planned_backends == ["reference:sm_90a"]
 
 
 @pytest.mark.compile
 @pytest.mark.emulated
-def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned):
+def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned_backends):
     def product(x, w, offs):
         with backend("emulated:sm_90a"):
             wq = grouped.quantize(w, grouped.NVFP4(block=(16, 16)))
@@ -163,13 +164,13 @@ def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned):
     a, b = operands()
     want = product(a, b, OFFS)
     clear_plan_cache()
-    planned.clear()
+    planned_backends.clear()
     assert_same_bytes(torch.compile(product, backend="eager")(a, b, OFFS), want)
-    assert set(planned) == {"emulated:sm_90a"}
+    assert set(planned_backends) == {"emulated:sm_90a"}
 
 
 @pytest.mark.compile
-def test_a_compiled_function_runs_on_the_backend_of_its_call(planned):
+def test_a_compiled_function_runs_on_the_backend_of_its_call(planned_backends):
     def product(x, w, offs):
         return ops.m_grouped_gemm(x * 2, w, offs, None, None, False, F32)
 
@@ -181,6 +182,6 @@ def test_a_compiled_function_runs_on_the_backend_of_its_call(planned):
         with backend(name), torch._dynamo.config.patch(error_on_recompile=i > 0):
             results.append(function(a, b, OFFS))
             assert_same_bytes(results[-1], product(a, b, OFFS))
-    assert planned == list(names[:3])
+    assert planned_backends == list(names[:3])
     assert_same_bytes(results[3], results[0])
     assert not results[0].equal(results[1])

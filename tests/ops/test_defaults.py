@@ -1,3 +1,5 @@
+"""torch's default dtype, default device and flushed subnormals do not change results silently."""
+
 from contextlib import contextmanager
 
 import pytest
@@ -19,7 +21,7 @@ from tests.helpers import (
 )
 
 OFFS = offs_from_splits((5, 0, 18))
-#: Activations and the weights that they are multiplied by.
+#: Formats of activations and of the weights that they are multiplied by.
 PAIRS = (
     (NVFP4(row_scaled=True), NVFP4(block=(16, 16))),
     (NVFP4(hadamard=True, stochastic_rounding=True), NVFP4(four_over_six=True)),
@@ -41,11 +43,12 @@ def defaults(dtype, device):
 
 
 def results(x, w, alpha, a, b, offs=OFFS):
+    """Return all outputs of quantizing, decoding and multiplying these operands."""
     seed = {"seed": 5} if a.is_stochastic else {}
     xq = grouped.quantize(x, a, offs=offs, columnwise=True, **seed)
     wq = grouped.quantize(w, b, columnwise=True)
     activated = grouped.quantize(x, a, offs=offs, activation="gelu", dbias=True, **seed)
-    found = [
+    tensors = [
         *xq.rowwise,
         *xq.columnwise,
         *(*wq.rowwise, *wq.columnwise),
@@ -59,13 +62,13 @@ def results(x, w, alpha, a, b, offs=OFFS):
         ops.grouped_amax(x, offs),
     ]
     if not (a.is_transformed or a.name == "fp8_block"):
-        found.append(grouped.grouped_gemm(xq, xq, out_dtype=F32))
-    return found
+        tensors.append(grouped.grouped_gemm(xq, xq, out_dtype=F32))
+    return tensors
 
 
 @pytest.mark.parametrize("arch", ["reference", "reference:sm_90a", "reference:sm_100a"])
 @pytest.mark.parametrize(("a", "b"), PAIRS, ids=[a.text for a, _ in PAIRS])
-def test_defaults_change_no_bit(a, b, arch):
+def test_defaults_do_not_change_bits(a, b, arch):
     if not (support("grouped_gemm", a, arch) and support("grouped_gemm", b, arch)):
         pytest.skip("not built")
     operands = sample(23, 160), sample(3, 16, 160), torch.rand(3)
@@ -78,7 +81,7 @@ def test_defaults_change_no_bit(a, b, arch):
                 assert_same_bytes(g, w, f"result {i} under {dtype}, {device}")
 
 
-def test_defaults_when_imported():
+def test_the_default_dtype_during_import_has_no_effect():
     code = (
         "import torch; torch.set_default_dtype(torch.float64); import grouped; "
         "x = torch.arange(-8.0, 8.0, dtype=torch.float32).repeat(2, 1, 1); "
@@ -88,7 +91,7 @@ def test_defaults_when_imported():
     assert float(run_python(code)) == grouped.quantize(x, NVFP4()).dequantize().sum().item()
 
 
-def test_flushed_subnormals_are_not_silent(monkeypatch):
+def test_flushed_subnormals_give_a_warning(monkeypatch):
     monkeypatch.setattr(settings, "_warned", set())
     x = torch.ones(1, 2, 32)
     if not torch.set_flush_denormal(True):

@@ -1,3 +1,5 @@
+"""delayed_scaling_update: the reference against a scalar oracle, kernels against the same."""
+
 import itertools
 import math
 
@@ -28,18 +30,19 @@ np.seterr(all="ignore")
 
 
 def oracle(history, scale, dtype, amax=None, margin=0, algorithm="max", skip_nonfinite=False):
+    """Return the next history and scale of one tensor, in fp32 scalars."""
     history = [f32(h) for h in history]
-    last = history[0] if amax is None or amax == 0 else abs(f32(amax))
+    newest = history[0] if amax is None or amax == 0 else abs(f32(amax))
     if skip_nonfinite:
-        history[0] = last = last if math.isfinite(last) else f32(0)
-    if last == 0:
+        history[0] = newest = newest if math.isfinite(newest) else f32(0)
+    if newest == 0:
         return history, f32(scale)
-    history = [*history[1:], last]
+    history = [*history[1:], newest]
     largest = f32(0)
     for h in history:
         if h > largest:  # false for NaN
             largest = h
-    basis = largest if algorithm == "max" else last
+    basis = largest if algorithm == "max" else newest
     if not (math.isnan(basis) or math.isinf(basis)) and basis > 0:
         scale = f32(f32(FP8_MAX[dtype] * 2.0**-margin) / basis)
         if math.isinf(scale):
@@ -48,17 +51,19 @@ def oracle(history, scale, dtype, amax=None, margin=0, algorithm="max", skip_non
     return history, f32(scale)
 
 
-def by_column(history, scale, dtype, amax=None, **options):
+def apply_oracle(history, scale, dtype, amax=None, **options):
+    """Apply the oracle to each column; return the history and the scales."""
     amaxes = [None] * len(scale) if amax is None else amax.tolist()
     columns = zip(history.T.tolist(), scale.tolist(), amaxes, strict=True)
-    done = [oracle(*column[:2], dtype, column[2], **options) for column in columns]
-    return torch.tensor(np.array([h for h, _ in done]).T.copy()), torch.tensor(
-        np.array([s for _, s in done])
+    results = [oracle(*column[:2], dtype, column[2], **options) for column in columns]
+    return torch.tensor(np.array([h for h, _ in results]).T.copy()), torch.tensor(
+        np.array([s for _, s in results])
     )
 
 
 def check(history, scale, dtype, amax=None, **options):
-    want_history, want_scale = by_column(history, scale, dtype, amax, **options)
+    """Compare the op with the oracle; it updates history and scale in place."""
+    want_history, want_scale = apply_oracle(history, scale, dtype, amax, **options)
     grouped.delayed_scaling_update(history, scale, dtype, amax=amax, **options)
     assert_same_bytes(history, want_history, "history", any_nan=True)
     assert_same_bytes(scale, want_scale, "scale")
@@ -72,15 +77,15 @@ def test_random_histories_step_by_step(dtype, algorithm, skip_nonfinite):
     for length, margin in itertools.product((1, 2, 3, 8), (0, 3, -2)):
         history, scale = torch.zeros(length, 40), torch.ones(40)
         for step in range(12):
-            pick = torch.randint(0, len(SPECIALS) + 12, (40,), generator=rng)
-            seen = torch.rand(40, generator=rng).exp()
+            choice = torch.randint(0, len(SPECIALS) + 12, (40,), generator=rng)
+            amaxes = torch.rand(40, generator=rng).exp()
             for i, value in enumerate(SPECIALS):
-                seen[pick == i] = value
+                amaxes[choice == i] = value
             amax = None
             if step % 3 == 2:
-                # Given and in row 0; zeros of the one leave it to the other.
-                amax, seen = seen * torch.where(pick % 2 == 0, -1, 1), seen.roll(1)
-            history[0] = seen
+                # Amaxes are given and in row 0; where one is zero, the other counts.
+                amax, amaxes = amaxes * torch.where(choice % 2 == 0, -1, 1), amaxes.roll(1)
+            history[0] = amaxes
             check(
                 history,
                 scale,
@@ -97,7 +102,7 @@ def arguments(**changes):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "match"),
+    ("change", "error", "message"),
     [
         ({"amax_history": torch.rand(3)}, ValueError, "amax_history must have 2 dimensions"),
         ({"amax_history": torch.rand(0, 3)}, ValueError, "at least one row"),
@@ -115,11 +120,11 @@ def arguments(**changes):
         ({"scale": torch.ones(3, requires_grad=True)}, RuntimeError, "scale requires a gradient"),
     ],
 )
-def test_errors(change, error, match):
+def test_invalid_arguments_raise(change, error, message):
     call = arguments(**change)
     history = call.pop("amax_history")
     before = history.clone()
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=message):
         grouped.delayed_scaling_update(history, **call)
     assert history.equal(before)
 
@@ -127,24 +132,24 @@ def test_errors(change, error, match):
 @pytest.mark.emulated
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @each_arch
-def test_kernels(arch, algorithm):
+def test_kernels_have_the_bits_of_the_oracle(arch, algorithm):
     rng = seeded_generator(3)
     specials = torch.tensor([*SPECIALS, *torch.rand(5, generator=rng).exp()])
     for length in (1, 2, 3, 600):
-        pick = torch.randint(0, len(specials), (length, 30), generator=rng)
-        # Kernels read and write at any address.
-        history, scale = specials[pick], torch.ones(31)[1:]
+        choice = torch.randint(0, len(specials), (length, 30), generator=rng)
+        # Kernels accept any address.
+        history, scale = specials[choice], torch.ones(31)[1:]
         for i, options in enumerate(({}, {"mode": "chaos", "seed": length}, {"races": True})):
             amax = specials[torch.randint(0, len(specials), (30,), generator=rng)]
             amax[::2] *= -1
             with backend(f"emulated:{arch}", **options):
-                given = None if i == 1 else amax
+                amax_or_none = None if i == 1 else amax
                 for skip in (False, True):
                     check(
                         history,
                         scale,
                         E4M3,
-                        given,
+                        amax_or_none,
                         margin=i,
                         algorithm=algorithm,
                         skip_nonfinite=skip,
@@ -155,7 +160,7 @@ def test_kernels(arch, algorithm):
 
 
 @pytest.mark.compile
-def test_compiled():
+def test_a_compiled_update_has_the_same_bits():
     def update(history, scale, amax):
         history[0] = torch.maximum(history[0], amax)
         grouped.delayed_scaling_update(history, scale, E5M2, margin=1)

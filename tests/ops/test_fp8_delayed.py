@@ -1,3 +1,5 @@
+"""FP8 with given scales (delayed scaling) and with current ones, code by code."""
+
 import pytest
 import torch
 
@@ -26,20 +28,23 @@ E4M3 = FORMATS[torch.float8_e4m3fn]
 
 
 def scales(groups):
-    """Ordinary ones, one that saturates nearly everything, and the extremes."""
-    found = torch.rand(groups).add(0.1) * torch.arange(-3, groups - 3).clamp(-8, 8).float().exp2()
-    found[0] = 1000.0
+    """Return ordinary scales, one that saturates nearly everything, and the extremes."""
+    values = torch.rand(groups).add(0.1) * torch.arange(-3, groups - 3).clamp(-8, 8).float().exp2()
+    values[0] = 1000.0
     for i, value in enumerate((torch.finfo(F32).max, 1e-38)):
         if groups > i + 2:
-            found[-1 - i] = value
-    return found
+            values[-1 - i] = value
+    return values
 
 
 def codes_of(x, scale, dtype):
-    """Clamped by hand, for torch's conversions do not saturate alike; NaN stays."""
+    """Return the codes of x * scale; NaN stays.
+
+    Values are clamped first, because torch's casts do not saturate.
+    """
     y = x.float() * scale
     largest = torch.finfo(dtype).max
-    # The sign of a NaN is dropped.
+    # NaN loses its sign.
     return torch.where(
         y.isnan(), torch.tensor(0x7F, dtype=U8), y.clamp(-largest, largest).to(dtype).view(U8)
     )
@@ -52,6 +57,7 @@ def amax_of(x):
 
 
 def check(q, x, scale, dtype, bounds):
+    """Compare codes, scales and amaxes of each group."""
     for g, (start, end) in enumerate(bounds):
         rows = x[start:end] if q.offs is not None else x[g]
         want, member = codes_of(rows, scale[g], dtype), q.member(g)
@@ -67,16 +73,16 @@ def check(q, x, scale, dtype, bounds):
             )
             padding = columns[:, slot + len(rows) : slot + -(-len(rows) // 128) * 128]
             assert not padding.any()
-        held = q.rowwise or q.columnwise
-        assert held.amax[g].item() == amax_of(rows)
-        assert_same_bytes(held.scale[g : g + 1], scale[g : g + 1])
-        assert_same_bytes(held.scale_inv[g : g + 1], torch.ones(1).div_(scale[g : g + 1]))
+        copy = q.rowwise or q.columnwise
+        assert copy.amax[g].item() == amax_of(rows)
+        assert_same_bytes(copy.scale[g : g + 1], scale[g : g + 1])
+        assert_same_bytes(copy.scale_inv[g : g + 1], torch.ones(1).div_(scale[g : g + 1]))
 
 
 @pytest.mark.parametrize("dtype", [*FORMATS], ids=IDS)
 @pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_ragged(splits, directions, dtype):
+def test_ragged_groups(splits, directions, dtype):
     offs, total = offs_from_splits(splits), sum(splits)
     options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
     scale = scales(len(splits))
@@ -95,8 +101,8 @@ def test_ragged(splits, directions, dtype):
         pytest.param(None, id="uniform"),
     ],
 )
-def test_current_scaling_is_by_the_amax_that_there_is(splits, dtype):
-    """Of zeros and infinities by 1, of denormals by the largest scale."""
+def test_current_scaling_follows_the_amax(splits, dtype):
+    """Zeros and infinities have scale 1, denormals the largest scale."""
     for source in DTYPES.values():
         x = special_values(300, 144, source)
         x[:7] = torch.finfo(source).tiny / 4
@@ -139,7 +145,7 @@ def test_every_bf16_value():
 
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("dtype", [*FORMATS], ids=IDS)
-def test_it_decodes_to_code_times_the_inverse(dtype, direction):
+def test_decoding_multiplies_by_the_inverse_scale(dtype, direction):
     x, offs, scale = sample(70, 48), offs_from_splits((33, 0, 35)), torch.tensor([3.0, 5.0, 0.7])
     q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, columnwise=True)
     s = scale[torch.bucketize(torch.arange(68), offs, right=True), None]
@@ -150,7 +156,7 @@ def test_it_decodes_to_code_times_the_inverse(dtype, direction):
         assert not got[68:].any()
 
 
-def test_in_place_ops_quantize_with_the_scale_that_the_tensor_has():
+def test_in_place_ops_keep_the_scale_of_the_tensor():
     w, scale = sample(3, 48, 64), torch.tensor([0.5, 1.0, 300.0])
     q = grouped.quantize(w, E4M3, scale=scale, columnwise=True)
     for change in (lambda t: t.mul_(3), lambda t: t.add_(0.25), lambda t: t.copy_(w * 1000)):
@@ -160,44 +166,49 @@ def test_in_place_ops_quantize_with_the_scale_that_the_tensor_has():
         for direction in ("rowwise", "columnwise"):
             pairs = zip(getattr(q, direction), getattr(want, direction), strict=True)
             assert all(a.view(U8).equal(b.view(U8)) for a, b in pairs)
-    # The largest value of group 2 is now 448 / 300, though it was to be more.
+    # Group 2 saturates: its largest value is 448 / 300.
     assert q.dequantize()[2].abs().max() <= 448 / 300 * 1.01 < q.amax[2]
 
 
-def test_a_copy_takes_over_scales():
+def test_copying_takes_over_scales():
     w = sample(2, 48, 64)
-    one, two = (grouped.quantize(w, E4M3, scale=torch.full((2,), s)) for s in (2.0, 3.0))
-    one.copy_(two)
-    assert one.rowwise.scale.tolist() == [3.0, 3.0]
-    assert one.dequantize().equal(two.dequantize())
-    one.copy_(grouped.quantize(w, FP8()))
-    assert one.rowwise.scale.tolist() == [3.0, 3.0]
+    target, source = (grouped.quantize(w, E4M3, scale=torch.full((2,), s)) for s in (2.0, 3.0))
+    target.copy_(source)
+    assert target.rowwise.scale.tolist() == [3.0, 3.0]
+    assert target.dequantize().equal(source.dequantize())
+    target.copy_(grouped.quantize(w, FP8()))
+    assert target.rowwise.scale.tolist() == [3.0, 3.0]
 
 
-def test_quantizing_into_a_tensor_takes_the_scale_that_is_given():
+def test_quantizing_into_a_tensor_uses_the_given_scale():
     x, offs = sample(40, 64), [10, 40]
     q = grouped.quantize(x, E4M3, offs=offs, scale=torch.ones(2), columnwise=True)
     scale = torch.tensor([4.0, 0.5])
-    into = grouped.quantize(2 * x, E4M3, offs=offs, scale=scale, columnwise=True, out=q)
+    result = grouped.quantize(2 * x, E4M3, offs=offs, scale=scale, columnwise=True, out=q)
     want = grouped.quantize(2 * x, E4M3, offs=offs, scale=scale, columnwise=True)
-    assert into is q
+    assert result is q
     assert q.dequantize().equal(want.dequantize()) and q.amax.equal(want.amax)
-    # Its own, too.
-    held = q.rowwise.scale
-    grouped.quantize(x, E4M3, offs=offs, scale=held, columnwise=True, out=q)
-    assert held.tolist() == [4.0, 0.5]
+    # The tensor's own scale is accepted.
+    tensor_scale = q.rowwise.scale
+    grouped.quantize(x, E4M3, offs=offs, scale=tensor_scale, columnwise=True, out=q)
+    assert tensor_scale.tolist() == [4.0, 0.5]
     with pytest.raises(ValueError, match="scale is missing"):
         grouped.quantize(x, E4M3, offs=offs, columnwise=True, out=q)
 
 
-@pytest.mark.compile
-def test_it_is_saved_compiled_and_read_by_members():
+def test_saving_keeps_the_scales():
     x, scale = sample(40, 64), torch.tensor([2.0, 3.0])
     q = grouped.quantize(x, E4M3, offs=[10, 40], scale=scale, columnwise=True)
     loaded = save_and_load(q)
     assert loaded.format == E4M3 and loaded.rowwise.scale.equal(scale)
     assert_same_bytes(loaded.dequantize(), q.dequantize())
     assert q.member(1).scale.item() == 3.0
+
+
+@pytest.mark.compile
+def test_compiled_quantizing_has_the_same_bits():
+    x, scale = sample(40, 64), torch.tensor([2.0, 3.0])
+    q = grouped.quantize(x, E4M3, offs=[10, 40], scale=scale, columnwise=True)
     compiled = torch.compile(
         lambda x, s: grouped.quantize(x, E4M3, offs=[10, 40], scale=s).dequantize(),
         fullgraph=True,
@@ -206,7 +217,7 @@ def test_it_is_saved_compiled_and_read_by_members():
     assert_same_bytes(compiled(x, scale), q.dequantize())
 
 
-def test_the_fused_product_has_no_scale_to_give():
+def test_the_fused_gemm_refuses_delayed_scaling():
     w = grouped.quantize(sample(1, 16, 32), FP8())
     codes, scales_ = w.rowwise.operand
     with pytest.raises(ValueError, match="quantize a first"):

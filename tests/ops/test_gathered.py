@@ -1,4 +1,4 @@
-"""Products of rows by an index against the same of rows that were gathered before."""
+"""GEMMs of rows selected by an index, against GEMMs of rows gathered first."""
 
 import functools
 
@@ -27,7 +27,8 @@ from tests.helpers import (
 TOKENS = 50
 
 
-def index_of(rows, tokens=TOKENS, seed=0):
+def random_index(rows, tokens=TOKENS, seed=0):
+    """Return row indices, some of them outside of the tokens."""
     rng = seeded_generator(seed)
     index = torch.randint(0, max(1, tokens), (rows,), generator=rng)
     pick = torch.randint(0, 14, (rows,), generator=rng)
@@ -48,6 +49,7 @@ def fprop(
     transpose_b=False,
     seed=0,
 ):
+    """Return arguments of m_grouped_gemm on ``tokens`` rows, and the index of rows."""
     groups = len(sizes)
     x, w = (
         sample(tokens, k).to(dtype),
@@ -60,23 +62,25 @@ def fprop(
         sample(groups, n) if bias else None,
         torch.rand(groups) if bias else None,
     )
-    return (*arguments, transpose_b, F32), index_of(sum(sizes) + tail, tokens, seed)
+    return (*arguments, transpose_b, F32), random_index(sum(sizes) + tail, tokens, seed)
 
 
 def wgrad(sizes, m=136, n=264, *, tail=11, tokens=TOKENS, dtype=BF16):
+    """Return arguments of k_grouped_gemm, whose B has ``tokens`` rows, and the index of rows."""
     rows = sum(sizes) + tail
     a, b = sample(rows, m).to(dtype), sample(tokens, n).to(dtype)
     a[sum(sizes) :] = torch.nan
-    return (a, b, offs_from_splits(sizes), None, F32), index_of(rows, tokens)
+    return (a, b, offs_from_splits(sizes), None, F32), random_index(rows, tokens)
 
 
 def check(op, arguments, rows, arch="sm_90a", **mode):
+    """Compare with gathering first, on the reference and on the backend that ``mode`` names."""
     side = "mk".index(op[0])
-    whole = list(arguments)
-    whole[side] = ops.moe_gather(whole[side], rows)
+    gathered_arguments = list(arguments)
+    gathered_arguments[side] = ops.moe_gather(gathered_arguments[side], rows)
     product = getattr(ops, f"{op}_grouped_gemm")
     with backend(f"reference:{arch}"):
-        want = product(*whole)
+        want = product(*gathered_arguments)
         assert_same_bytes(product(*arguments, rows=rows), want)
     if mode:
         with backend(**mode):
@@ -93,8 +97,8 @@ SWAPPED, SQUARE, TALL = Sm90Tile(128, 128, swap_ab=True), Sm90Tile(128, 128), Sm
 @pytest.mark.parametrize(
     "text", ["nvfp4:row_scaled", "mxfp8", "fp8_block", "fp8_block:pow2_scales=false"]
 )
-def test_rows_of_codes(text):
-    x, w, rows = sample(TOKENS, 384), sample(2, 24, 384), index_of(150)
+def test_quantized_rows(text):
+    x, w, rows = sample(TOKENS, 384), sample(2, 24, 384), random_index(150)
     weights = (
         text.replace("row_scaled", "")
         if "nvfp4" in text
@@ -102,13 +106,13 @@ def test_rows_of_codes(text):
     )
     weights = weights.removesuffix(":").replace("128:", "128,")
     codes, *scales = quantize_operand(w, weights)
-    given = {"b_scales": scales, "a_format": text, "b_format": weights}
+    options = {"b_scales": scales, "a_format": text, "b_format": weights}
     a, *a_scales = quantize_operand(x, text, offs_from_splits((TOKENS,)))
     for offs in (offs_from_splits((130, 9)), offs_from_splits((0, 150))):
-        whole, *rest = quantize_operand(ops.moe_gather(x, rows), text, offs)
-        want = ops.m_grouped_gemm(whole, codes, offs, a_scales=rest, **given)
+        gathered_codes, *gathered_scales = quantize_operand(ops.moe_gather(x, rows), text, offs)
+        want = ops.m_grouped_gemm(gathered_codes, codes, offs, a_scales=gathered_scales, **options)
         assert_same_bytes(
-            ops.m_grouped_gemm(a, codes, offs, a_scales=a_scales, rows=rows, **given), want
+            ops.m_grouped_gemm(a, codes, offs, a_scales=a_scales, rows=rows, **options), want
         )
 
 
@@ -129,7 +133,7 @@ CASES = {
 }
 
 
-#: Orders of events in which some of them run, too.
+#: Modes of the emulator in which some cases run as well.
 MODES = {
     "narrow": [{"races": True}, {"mode": "chaos", "seed": 1}],
     "wide": [{"races": True}],
@@ -144,7 +148,7 @@ MODES = {
     [(case, mode) for case in CASES for mode in ({}, *MODES.get(case, ()))],
     ids=str,
 )
-def test_sm90(case, mode, monkeypatch):
+def test_kernels_of_sm_90a(case, mode, monkeypatch):
     monkeypatch.setattr(gathered, "_MANY_ROWS", 0)
     op, tile, (arguments, rows) = CASES[case]
     with force_tile(tile):
@@ -172,7 +176,7 @@ SM100_MODES = ({}, {"races": True}, *({"mode": "chaos", "seed": seed} for seed i
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", SM100_CASES.values(), ids=SM100_CASES)
-def test_sm100(case):
+def test_kernels_of_sm_100a(case):
     op, tile, (arguments, rows) = case
     for mode in SM100_MODES if len(arguments[2]) > 3 else SM100_MODES[:1]:
         with force_tile(tile):
@@ -181,23 +185,23 @@ def test_sm100(case):
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_every_architecture(arch, monkeypatch):
-    """By the choice of a tile; strided operands, and rows that are gathered first."""
-    (x, w, *rest), rows = fprop((9, 0, 5), 24, 64, tail=2)
+def test_both_architectures(arch, monkeypatch):
+    """Chosen tiles, strided operands, and rows that are gathered first."""
+    (x, w, *more), rows = fprop((9, 0, 5), 24, 64, tail=2)
     check(
         "m",
-        (sample(TOKENS, 131)[:, 3:67], w, *rest),
+        (sample(TOKENS, 131)[:, 3:67], w, *more),
         torch.stack([rows, rows], 1)[:, 0],
         name=f"emulated:{arch}",
     )
-    (a, b, *rest), rows = wgrad((9, 0, 5), 24, 64)
-    check("k", (a, sample(TOKENS, 67)[:, 3:], *rest), rows, name=f"emulated:{arch}")
+    (a, b, *more), rows = wgrad((9, 0, 5), 24, 64)
+    check("k", (a, sample(TOKENS, 67)[:, 3:], *more), rows, name=f"emulated:{arch}")
     codes, *scales = quantize_operand(w, "nvfp4")
-    given = {"b_scales": scales, "b_format": "nvfp4", "bias": None}
-    arguments, rows = (x, codes, offs_from_splits((9, 0, 5))), index_of(16)
+    options = {"b_scales": scales, "b_format": "nvfp4", "bias": None}
+    arguments, rows = (x, codes, offs_from_splits((9, 0, 5))), random_index(16)
     with backend(f"emulated:{arch}"):
-        want = ops.m_grouped_gemm(ops.moe_gather(x, rows), *arguments[1:], **given)
-        assert_same_bytes(ops.m_grouped_gemm(*arguments, **given, rows=rows), want)
+        want = ops.m_grouped_gemm(ops.moe_gather(x, rows), *arguments[1:], **options)
+        assert_same_bytes(ops.m_grouped_gemm(*arguments, **options, rows=rows), want)
     monkeypatch.setattr(gathered, "_MOST_BYTES", 100)
     clear_plan_cache()
     check("m", *fprop((9, 0, 5), 24, 64, tail=2), name=f"emulated:{arch}")
@@ -217,21 +221,21 @@ W4A16_CASES = {
 @pytest.mark.parametrize(
     ("case", "dtype"), [*((case, BF16) for case in W4A16_CASES), ("uneven", F16)]
 )
-def test_w4a16_gathers_as_it_rearranges(case, dtype):
-    """Without a gathered copy in memory, which the launches show."""
+def test_w4a16_gathers_while_it_rearranges(case, dtype):
+    """No gathered copy is stored, which the launches show."""
     sizes, n, k, tokens = W4A16_CASES[case]
-    x, rows = sample(tokens, k).to(dtype), index_of(sum(sizes) + 7, tokens)
+    x, rows = sample(tokens, k).to(dtype), random_index(sum(sizes) + 7, tokens)
     codes, *scales = quantize_operand(sample(len(sizes), n, k), "nvfp4")
-    given = {"b_scales": scales, "b_format": "nvfp4", "bias": None}
-    want = ops.m_grouped_gemm(ops.moe_gather(x, rows), codes, offs_from_splits(sizes), **given)
+    options = {"b_scales": scales, "b_format": "nvfp4", "bias": None}
+    want = ops.m_grouped_gemm(ops.moe_gather(x, rows), codes, offs_from_splits(sizes), **options)
     orders = [{"races": True}, *({"mode": "chaos", "seed": seed} for seed in range(3))]
     for mode in [{}, *(orders if case == "uneven" and dtype == BF16 else ())]:
         with backend("emulated:sm_90a", **mode):
-            got = ops.m_grouped_gemm(x, codes, offs_from_splits(sizes), **given, rows=rows)
+            got = ops.m_grouped_gemm(x, codes, offs_from_splits(sizes), **options, rows=rows)
             assert_same_bytes(
                 got,
                 ops.m_grouped_gemm(
-                    ops.moe_gather(x, rows), codes, offs_from_splits(sizes), **given
+                    ops.moe_gather(x, rows), codes, offs_from_splits(sizes), **options
                 ),
             )
     torch.testing.assert_close(got, want, atol=1e-2, rtol=2e-2)
@@ -252,42 +256,44 @@ def test_w4a16_gathers_as_it_rearranges(case, dtype):
     assert not gathered.gathers_first(op, "a", "sm_90a")
 
 
-def test_what_no_kernel_gathers():
+def test_gathering_codes_on_sm_100a_raises():
     pytest.importorskip("cutlass")
     x = quantize_operand(sample(TOKENS, 128), "fp8_block", offs_from_splits((TOKENS,)))
     w = quantize_operand(sample(1, 16, 128), "fp8_block:block=128x128")
     formats = {"a_format": "fp8_block", "b_format": "fp8_block:block=128x128"}
-    given = {"a_scales": x[1:], "b_scales": w[1:], "rows": index_of(9), **formats}
+    options = {"a_scales": x[1:], "b_scales": w[1:], "rows": random_index(9), **formats}
     with backend("emulated:sm_100a"), pytest.raises(UnsupportedError, match="codes by an index"):
-        ops.m_grouped_gemm(x[0], w[0], offs_from_splits((9,)), **given)
+        ops.m_grouped_gemm(x[0], w[0], offs_from_splits((9,)), **options)
 
 
-def both(product, arguments, side, index):
-    """The product with rows by an index and with torch's own, and its gradients."""
+def product_and_gradients(product, arguments, side, index):
+    """Return results and gradients with torch's indexing, and with ``rows``."""
     results = []
-    for picks in (True, False):
-        given = [
+    for uses_torch in (True, False):
+        operands = [
             t.clone().requires_grad_() if t is not None and t.is_floating_point() else t
             for t in arguments
         ]
-        leaves = [t for t in given if t is not None and t.requires_grad]
-        if picks:
-            there = (index >= 0) & (index < TOKENS)
-            given[side] = given[side][torch.where(there, index, 0).long()] * there[:, None]
-        y = product(*given, rows=None if picks else index)
+        leaves = [t for t in operands if t is not None and t.requires_grad]
+        if uses_torch:
+            is_token = (index >= 0) & (index < TOKENS)
+            operands[side] = (
+                operands[side][torch.where(is_token, index, 0).long()] * is_token[:, None]
+            )
+        y = product(*operands, rows=None if uses_torch else index)
         results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
     return results
 
 
 @pytest.mark.parametrize("transpose_b", [False, True])
-def test_gradients(transpose_b):
+def test_gradients_equal_those_of_indexing(transpose_b):
     (x, w, offs, bias, *_), rows = fprop(
         (9, 0, 5), 24, 16, dtype=F32, bias=True, transpose_b=transpose_b
     )
     product = functools.partial(ops.m_grouped_gemm, transpose_b=transpose_b)
-    results = [both(product, (x, w, offs, bias.float()), 0, rows)]
+    results = [product_and_gradients(product, (x, w, offs, bias.float()), 0, rows)]
     (a, b, offs, *_), rows = wgrad((9, 0, 5), 24, 16, tail=0, dtype=F32)
-    results.append(both(ops.k_grouped_gemm, (a, b, offs), 1, rows))
+    results.append(product_and_gradients(ops.k_grouped_gemm, (a, b, offs), 1, rows))
     for want, got in results:
-        for first, second in zip(got, want, strict=True):
-            torch.testing.assert_close(first, second)
+        for actual, expected in zip(got, want, strict=True):
+            torch.testing.assert_close(actual, expected)

@@ -1,4 +1,4 @@
-"""The GEMM ops on emulated sm_100a kernels: the same bits as the reference that adds like them."""
+"""GEMM ops on emulated kernels: the bits of the reference with the same tensor core."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from tests.helpers import (
 SPLITS, TAIL = (5, 0, 70), 60
 
 
-def quantized(text, weights="nvfp4"):
+def quantized_operands(text, weights="nvfp4"):
     offs = offs_from_splits(SPLITS)
     x, w = (
         ops.grouped_quantize(x, fmt, o)[: len(parse(fmt).operand_names(columnwise=False))]
@@ -37,24 +37,24 @@ def quantized(text, weights="nvfp4"):
     return m_grouped_arguments(x, w, offs, a_format=text, b_format=weights)
 
 
-def plain():
+def plain_operands():
     x, w = sample(sum(SPLITS) + TAIL, 64), sample(len(SPLITS), 40, 64)
     return x.bfloat16(), w.bfloat16(), offs_from_splits(SPLITS)
 
 
 PRODUCTS = {
-    "nvfp4": lambda: quantized("nvfp4"),
-    "row-scaled": lambda: quantized(NVFP4_TEXTS["row-scaled"]),
-    "two bounds": lambda: quantized("nvfp4:row_scaled,four_over_six"),
-    "bf16": plain,
-    "mxfp8": lambda: quantized("mxfp8", "mxfp8:dtype=e5m2"),
-    "fp8": lambda: quantized("fp8:dtype=e5m2", "fp8"),
+    "nvfp4": lambda: quantized_operands("nvfp4"),
+    "row-scaled": lambda: quantized_operands(NVFP4_TEXTS["row-scaled"]),
+    "two bounds": lambda: quantized_operands("nvfp4:row_scaled,four_over_six"),
+    "bf16": plain_operands,
+    "mxfp8": lambda: quantized_operands("mxfp8", "mxfp8:dtype=e5m2"),
+    "fp8": lambda: quantized_operands("fp8:dtype=e5m2", "fp8"),
 }
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", [*PRODUCTS])
-def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
+def test_the_tail_of_a_new_output_is_zero(garbage, case):
     arguments = PRODUCTS[case]()
     with backend("reference:sm_100a"):
         want = ops.m_grouped_gemm(*arguments)
@@ -73,7 +73,7 @@ def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
         *(("sm_100a", text) for text in ("nvfp4", "fp8_block:block=128x128", "mxfp8")),
     ],
 )
-def test_codes_beside_plain_activations(garbage, arch, text, transpose_b):
+def test_plain_activations_times_codes(garbage, arch, text, transpose_b):
     shape = (len(SPLITS), 64, 96) if transpose_b else (len(SPLITS), 96, 64)
     directions = {"rowwise": not transpose_b, "columnwise": transpose_b}
     b = ops.grouped_quantize(sample(*shape), text, **directions)[
@@ -84,14 +84,14 @@ def test_codes_beside_plain_activations(garbage, arch, text, transpose_b):
     arguments = m_grouped_arguments(
         x, b, offs_from_splits(SPLITS), bias, alpha, transpose_b, b_format=text
     )
-    found = []
+    results = []
     for name in (f"reference:{arch}", f"emulated:{arch}"):
         with backend(name):
-            found.append([ops.m_grouped_gemm(*arguments)])
-            out = found[-1][0].clone()
+            results.append([ops.m_grouped_gemm(*arguments)])
+            out = results[-1][0].clone()
             ops.m_grouped_gemm_out(*arguments, out=out, accumulate=True)
-            found[-1].append(out)
-    assert_all_same(*found)
+            results[-1].append(out)
+    assert_all_same(*results)
 
 
 def test_no_rows():
@@ -103,7 +103,7 @@ def test_no_rows():
     assert dw.shape == (3, 40, 64) and (dw == 0).all()
 
 
-def test_what_the_kernels_refuse_says_why():
+def test_unsupported_operands_give_a_reason():
     x, w = torch.ones(4, 12), torch.ones(1, 8, 12)
     with backend("emulated:sm_100a"):
         with pytest.raises(UnsupportedError, match="float32"):
@@ -116,18 +116,19 @@ def test_what_the_kernels_refuse_says_why():
 def test_a_forced_tile_is_used_and_gives_the_same_bits(monkeypatch):
     used = []
 
-    def noting(chosen, device):
+    def recording_launcher(chosen, device):
+        """Return the launcher, which records the tile of each kernel."""
         launch = launcher(chosen, device)
         kernel = launch.kernel
         monkeypatch.setattr(launch, "kernel", lambda spec: used.append(spec.tile) or kernel(spec))
         return launch
 
     launcher.cache_clear()
-    monkeypatch.setattr(op_module, "launcher", noting)
+    monkeypatch.setattr(op_module, "launcher", recording_launcher)
     arguments, run = PRODUCTS["row-scaled"](), ops.m_grouped_gemm
     with backend("emulated:sm_100a"):
         clear_plan_cache()
-        free = run(*arguments)
+        unforced = run(*arguments)
         chosen = set(used)
         tile = next(t for t in SM100_TILES if t not in chosen and t.num_ctas == 1)
         with force_tile(tile):
@@ -136,10 +137,10 @@ def test_a_forced_tile_is_used_and_gives_the_same_bits(monkeypatch):
         run(*arguments)
         assert used[-1] in chosen
     launcher.cache_clear()
-    assert_same_bytes(free, forced)
+    assert_same_bytes(unforced, forced)
 
 
-def test_a_tile_that_a_product_cannot_have_is_refused():
+def test_an_unsupported_forced_tile_is_refused():
     swapped = next(tile for tile in SM100_TILES if tile.swap_ab)
     x = sample(sum(SPLITS), 32).bfloat16()
     with (

@@ -1,3 +1,5 @@
+"""Given amaxes of NVFP4: signs are ignored, and groups without elements keep them."""
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from tests.helpers import NVFP4_TEXTS, assert_same_buffers, offs_from_splits, op
 
 NAMES = [name for name in BACKENDS if name == "reference" or name.startswith("emulated")]
 SPLITS = (3, 5, 12, 10, 1, 9, 5)
-#: Text of the format, rowwise, columnwise.
+#: (format text, rowwise, columnwise).
 CALLS = {
     "rowwise": ("nvfp4", True, False),
     "both": ("nvfp4", True, True),
@@ -16,19 +18,20 @@ CALLS = {
     "row-scaled": (NVFP4_TEXTS["row-scaled"], True, True),
     "square": (NVFP4_TEXTS["16x16"], True, True),
 }
-#: One a group.
+#: One amax per group.
 SIGNED = torch.tensor([-5.0, torch.nan, torch.inf, -torch.inf, -0.0, -1e-42, 3.0])
 
 
-def on(name, call, x, offs, amax):
+def quantize_on(name, call, x, offs, amax):
+    """Quantize on a backend; return buffers by name."""
     text, rowwise, columnwise = call
     with backend(name):
-        found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise)
+        tensors = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise)
     fmt = parse(text)
     return dict(
         zip(
             fmt.buffer_names(False) * rowwise + fmt.buffer_names(True) * columnwise,
-            found,
+            tensors,
             strict=True,
         )
     )
@@ -36,10 +39,11 @@ def on(name, call, x, offs, amax):
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_sign_of_an_amax_is_dropped(name, call):
+def test_the_sign_of_an_amax_is_ignored(name, call):
     x, offs = sample(sum(SPLITS), 64), offs_from_splits(SPLITS)
     assert_same_buffers(
-        on(name, call, x, offs, SIGNED), on("reference", call, x, offs, SIGNED.abs())
+        quantize_on(name, call, x, offs, SIGNED),
+        quantize_on("reference", call, x, offs, SIGNED.abs()),
     )
 
 
@@ -49,10 +53,10 @@ def test_the_sign_of_an_amax_is_dropped(name, call):
 def test_groups_without_elements_keep_the_given_amax(name, uniform, call):
     x = torch.empty(*((2, 0) if uniform else (0,)), 32)
     text, rowwise, columnwise = call
-    found = on(
+    named_buffers = quantize_on(
         name, call, x, None if uniform else offs_from_splits((0, 0)), torch.tensor([2.5, -3.0])
     )
     if rowwise and not parse(text).row_scaled:
-        assert found["amax"].tolist() == [2.5, 3.0]
+        assert named_buffers["amax"].tolist() == [2.5, 3.0]
     if columnwise:
-        assert found["amax_t"].tolist() == [2.5, 3.0]
+        assert named_buffers["amax_t"].tolist() == [2.5, 3.0]

@@ -1,4 +1,4 @@
-"""Every op on operands as trainers hold them: any view gives the bits of a dense copy."""
+"""Every op on operands in all layouts: views give the bits of dense copies."""
 
 import pytest
 import torch
@@ -30,17 +30,19 @@ ROWS, K, N = 43, 64, 48  # three rows of tail
 GROUPS = len(OFFS)
 
 
-def placed(x, strides, offset):
+def copy_with_strides(x, strides, offset):
+    """Return a copy with these strides inside a larger buffer."""
     extent = sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True)) + 1
     buffer = torch.full(((offset + extent + 7) * x.itemsize,), 0x5A, dtype=U8)
     return buffer.view(x.dtype).as_strided(x.shape, strides, offset).copy_(x)
 
 
-def dense(x):
+def dense_strides(x):
     return x.contiguous().stride()
 
 
-def spread(x, gap):
+def strides_with_gap(x, gap):
+    """Return row-major strides with ``gap`` elements between rows."""
     if x.dim() < 2:
         return (2,)
     strides = [1, x.shape[-1] + gap]
@@ -49,37 +51,40 @@ def spread(x, gap):
     return tuple(reversed(strides))
 
 
-def every_second(x):
-    first, *rest = dense(x)
-    return (2 * first, *rest)
+def strides_of_every_second(x):
+    outer, *inner = dense_strides(x)
+    return (2 * outer, *inner)
 
 
-def flat(tensors):
+def in_one_buffer(tensors):
+    """Return copies that lie in one buffer per dtype, with odd offsets."""
     sizes = {}
     for x in tensors:
         sizes[x.dtype] = sizes.get(x.dtype, 1) + x.numel()
     buffers = {dtype: torch.full((size,), 3).to(dtype) for dtype, size in sizes.items()}
-    at, out = dict.fromkeys(sizes, 1), []
+    positions, out = dict.fromkeys(sizes, 1), []
     for x in tensors:
-        part = buffers[x.dtype][at[x.dtype] : at[x.dtype] + x.numel()].view(x.shape)
-        at[x.dtype] += x.numel()
-        out.append(part.copy_(x))
+        view = buffers[x.dtype][positions[x.dtype] : positions[x.dtype] + x.numel()].view(x.shape)
+        positions[x.dtype] += x.numel()
+        out.append(view.copy_(x))
     return out
 
 
-def to_each(change):
+def for_each_tensor(change):
     return lambda tensors: [change(x) for x in tensors]
 
 
 LAYOUTS = {
-    "misaligned": to_each(lambda x: placed(x, dense(x), 1)),
-    "flat parameters": flat,
-    "wider rows": to_each(lambda x: placed(x, spread(x, 32), 0)),
-    "odd pitch, misaligned": to_each(lambda x: placed(x, spread(x, 1), 3)),
-    "every second": to_each(lambda x: placed(x, every_second(x), 0)),
-    "transposed": to_each(lambda x: x.mT.contiguous().mT if x.dim() > 1 else x),
-    "expanded": to_each(lambda x: x[:1].expand(x.shape) if x.dim() > 1 else x),
-    "expanded from one": to_each(
+    "misaligned": for_each_tensor(lambda x: copy_with_strides(x, dense_strides(x), 1)),
+    "flat parameters": in_one_buffer,
+    "wider rows": for_each_tensor(lambda x: copy_with_strides(x, strides_with_gap(x, 32), 0)),
+    "odd pitch, misaligned": for_each_tensor(
+        lambda x: copy_with_strides(x, strides_with_gap(x, 1), 3)
+    ),
+    "every second": for_each_tensor(lambda x: copy_with_strides(x, strides_of_every_second(x), 0)),
+    "transposed": for_each_tensor(lambda x: x.mT.contiguous().mT if x.dim() > 1 else x),
+    "expanded": for_each_tensor(lambda x: x[:1].expand(x.shape) if x.dim() > 1 else x),
+    "expanded from one": for_each_tensor(
         lambda x: x.flatten()[:1].expand(x.shape) if x.is_floating_point() else x
     ),
 }
@@ -113,7 +118,7 @@ def alpha():
 
 
 PAIRS = torch.arange(ROWS, dtype=I32)
-#: Options that are left out, and the last ones: what is made of the product.
+#: Omitted options, and the last arguments of fused ops: activation, interleaved, keeps_z.
 NONE, SWIGLU = (False, None, False, *[None] * 5), ("swiglu", False, True)
 CALLS = {
     "offsets": ("compute_offsets", lambda: (torch.tensor([3, 0, 4]), 2)),
@@ -216,7 +221,7 @@ def quantizing(bias, alpha, n=N):
 
 
 EMULATED = ("emulated:sm_90a", "emulated:sm_100a")
-#: Each call in each layout on the reference and, by turns, on the kernels of one architecture.
+#: Each call in each layout, on the reference and on one emulated architecture in turn.
 CASES = [
     (name, layout, where)
     for i, name in enumerate(CALLS)
@@ -227,7 +232,7 @@ CASES = [
 
 def test_every_op_has_a_call():
     names = {n.split("::")[1] for n in registration._LIBRARY._op_defs}
-    # Ops without an ``_out`` form write their arguments, which have to be dense.
+    # Ops without an ``_out`` form write their arguments, which must be dense.
     functional = {n for n in names if f"{n}_out" in names}
     assert {op for op, _ in CALLS.values()} == functional
 
@@ -241,47 +246,49 @@ def call(op, arguments):
     return results if isinstance(results, list) else [results]
 
 
-@pytest.mark.parametrize(("name", "layout", "where"), CASES)
-def test_any_layout_gives_the_bits_of_a_dense_copy(name, layout, where):
+@pytest.mark.parametrize(("name", "layout", "backend_name"), CASES)
+def test_any_layout_gives_the_bits_of_a_dense_copy(name, layout, backend_name):
     op, make = CALLS[name]
     leaves, structure = tree_flatten(list(make()))
-    at = [i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor)]
-    for i, tensor in zip(at, LAYOUTS[layout]([leaves[i] for i in at]), strict=True):
+    tensor_indices = [i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor)]
+    for i, tensor in zip(
+        tensor_indices, LAYOUTS[layout]([leaves[i] for i in tensor_indices]), strict=True
+    ):
         leaves[i] = tensor
-    before = [storage_bytes(leaves[i]) for i in at]
+    before = [storage_bytes(leaves[i]) for i in tensor_indices]
     copies = list(leaves)
-    for i in at:
+    for i in tensor_indices:
         copies[i] = leaves[i].clone(memory_format=torch.contiguous_format)
-    with backend(where):
+    with backend(backend_name):
         want = call(op, tree_unflatten(copies, structure))
         got = call(op, tree_unflatten(leaves, structure))
     assert_all_same(got, want)
-    for i, old in zip(at, before, strict=True):
+    for i, old in zip(tensor_indices, before, strict=True):
         assert storage_bytes(leaves[i]).equal(old), f"argument {i} was written"
 
 
-def shifted(*shape, dtype):
+def misaligned_output(*shape, dtype):
     out = torch.full((torch.Size(shape).numel() + 1,), 0x25).to(dtype)[1:].view(shape)
     assert out.data_ptr() % 16
     return out
 
 
-def written():
-    """Outputs over a pattern: of 8 bytes a row where kernels need 16, or with odd addresses."""
+def write_outputs():
+    """Yield outputs over a pattern, with rows of 8 bytes or odd addresses; kernels need 16."""
     torch.manual_seed(0)
     x, w = torch.randn(100, 16).bfloat16(), torch.randn(3, 32, 16).bfloat16()
     offs = offs_tensor(10, 40, 90)
     for text in ("nvfp4:row_scaled", "nvfp4"):
-        codes, *rest = buffers(parse(text), x.shape, 3).values()
+        codes, *scale_specs = buffers(parse(text), x.shape, 3).values()
         copy = [torch.full(codes.shape, 0xA5, dtype=codes.dtype)]
-        copy += [shifted(*spec.shape, dtype=spec.dtype) for spec in rest]
+        copy += [misaligned_output(*spec.shape, dtype=spec.dtype) for spec in scale_specs]
         ops.grouped_quantize_out(x, text, offs, out=copy)
         assert (copy[0][90:] == 0xA5).all()
         yield from copy
-        out = shifted(100, 16, dtype=BF16)
+        out = misaligned_output(100, 16, dtype=BF16)
         ops.grouped_dequantize_out(*dequantize_arguments(copy, text, 100, out.dtype, offs), out=out)
         yield out
-    out = shifted(100, 32, dtype=F32)
+    out = misaligned_output(100, 32, dtype=F32)
     ops.m_grouped_gemm_out(x, w, offs, out_dtype=out.dtype, out=out, accumulate=True)
     assert (out[90:] == 0x25).all()
     yield out
@@ -289,9 +296,9 @@ def written():
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_outputs_that_kernels_cannot_write_keep_the_rest(arch):
+def test_outputs_that_kernels_cannot_write_directly(arch):
     with backend(f"reference:{arch}"):
-        want = list(written())
+        want = list(write_outputs())
     with backend(f"emulated:{arch}"):
-        got = list(written())
+        got = list(write_outputs())
     assert_all_same(got, want)

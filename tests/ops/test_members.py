@@ -1,4 +1,4 @@
-"""Groups that have shapes of their own: each is quantized and decoded as it would be alone."""
+"""Groups with shapes of their own: each is quantized and decoded as it is alone."""
 
 import functools
 import itertools
@@ -27,7 +27,7 @@ from tests.helpers import (
     special_values,
 )
 
-#: Shapes by the thing that each is there to catch.
+#: Shapes of members, by the case that they cover.
 SHAPES = {
     "both vary": [(5, 64), (130, 32), (1, 160), (33, 96)],
     "last varies": [(40, 32), (40, 288), (40, 64)],
@@ -42,60 +42,68 @@ SHAPES = {
 each_format = pytest.mark.parametrize("fmt", REFERENCE_FORMATS.values(), ids=REFERENCE_FORMATS)
 
 
-def flat(shapes):
+def flatten_shapes(shapes):
     return list(itertools.chain.from_iterable(shapes))
 
 
-def live(shapes):
+def count_elements(shapes):
     return sum(m * n for m, n in shapes)
 
 
-def alone(fmt, members, directions, amax=None, scale=None):
+def quantize_separately(fmt, members, directions, amax=None, scale=None):
+    """Yield the buffers of each member, quantized as a tensor of its own."""
     for i, x in enumerate(members):
-        level, factor = (None if t is None else t[..., i : i + 1] for t in (amax, scale))
-        out = ops.grouped_quantize(x[None], fmt.text, None, level, *directions, factor)
+        amax_of_member, factor = (None if t is None else t[..., i : i + 1] for t in (amax, scale))
+        out = ops.grouped_quantize(x[None], fmt.text, None, amax_of_member, *directions, factor)
         names = buffers(fmt, (1, *x.shape), None, rowwise=directions[0], columnwise=directions[1])
         yield dict(zip(names, out, strict=True))
 
 
-def named(fmt, shapes, directions, out):
-    asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
-    return dict(zip(buffers(fmt, (0,), None, shapes=shapes, **asked), out, strict=True))
+def named_buffers(fmt, shapes, directions, out):
+    options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
+    return dict(zip(buffers(fmt, (0,), None, shapes=shapes, **options), out, strict=True))
 
 
 def decode(fmt, copy, rows, columnwise, shapes=None, dtype=F32):
+    """Dequantize one copy."""
     codes, *scales = (copy[name] for name in fmt.operand_names(columnwise))
     return ops.grouped_dequantize(codes, scales, fmt.text, rows, dtype, None, columnwise, shapes)
 
 
 def check_against_members(fmt, members, directions, amax=None):
+    """Compare the flat tensor's buffers and values with those of separate members."""
     shapes, dtype = [tuple(x.shape) for x in members], members[0].dtype
     x = torch.cat(
         [*(member.flatten() for member in members), torch.full((9,), torch.nan, dtype=dtype)]
     )
     scale = torch.arange(0.25, 9)[: len(members)] if fmt.has_given_scale else None
-    out = ops.grouped_quantize(x, fmt.text, None, amax, *directions, scale, shapes=flat(shapes))
-    got, want = named(fmt, shapes, directions, out), alone(fmt, members, directions, amax, scale)
-    asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
-    parts = member_spans(fmt, shapes, **asked)
+    out = ops.grouped_quantize(
+        x, fmt.text, None, amax, *directions, scale, shapes=flatten_shapes(shapes)
+    )
+    got, want = (
+        named_buffers(fmt, shapes, directions, out),
+        quantize_separately(fmt, members, directions, amax, scale),
+    )
+    options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
+    spans = member_spans(fmt, shapes, **options)
     decoded = {
-        way: decode(fmt, got, len(x), way, flat(shapes))
-        for way, on in zip((False, True), directions, strict=True)
-        if on
+        columnwise: decode(fmt, got, len(x), columnwise, flatten_shapes(shapes))
+        for columnwise, is_present in zip((False, True), directions, strict=True)
+        if is_present
     }
-    start = 0
+    offset = 0
     for i, (copy, (m, n)) in enumerate(zip(want, shapes, strict=True)):
         for name, buffer in copy.items():
-            assert_same_bytes(parts[name][i].view_of(got[name]), buffer, f"{name} of member {i}")
-        for way, values in decoded.items():
+            assert_same_bytes(spans[name][i].view_of(got[name]), buffer, f"{name} of member {i}")
+        for columnwise, values in decoded.items():
             assert_same_bytes(
-                values[start : start + m * n],
-                decode(fmt, copy, m, way).flatten(),
+                values[offset : offset + m * n],
+                decode(fmt, copy, m, columnwise).flatten(),
                 f"values of member {i}",
             )
-        start += m * n
+        offset += m * n
     for values in decoded.values():
-        assert values.shape == x.shape and not values[start:].any()
+        assert values.shape == x.shape and not values[offset:].any()
 
 
 REFERENCE_AND_DELAYED_FORMATS = REFERENCE_FORMATS | {"delayed": FP8(scaling="delayed")}
@@ -107,20 +115,20 @@ REFERENCE_AND_DELAYED_FORMATS = REFERENCE_FORMATS | {"delayed": FP8(scaling="del
     REFERENCE_AND_DELAYED_FORMATS.values(),
     ids=REFERENCE_AND_DELAYED_FORMATS,
 )
-def test_every_member_has_the_bytes_that_it_has_alone(fmt, directions):
+def test_members_have_the_bytes_of_separate_tensors(fmt, directions):
     for shapes in SHAPES.values():
         check_against_members(fmt, [sample(*shape) for shape in shapes], directions)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @each_format
-def test_dtypes_and_strange_values(fmt, dtype):
-    try:
-        check_against_members(
-            fmt, [special_values(*shape, dtype) for shape in SHAPES["both vary"]], (True, True)
-        )
-    except TypeError as error:
-        assert fmt == NVFP4(hadamard=True) and "bfloat16" in str(error)
+def test_dtypes_and_special_values(fmt, dtype):
+    members = [special_values(*shape, dtype) for shape in SHAPES["both vary"]]
+    if fmt == NVFP4(hadamard=True) and dtype != BF16:
+        with pytest.raises(TypeError, match="bfloat16"):
+            check_against_members(fmt, members, (True, True))
+        return
+    check_against_members(fmt, members, (True, True))
 
 
 @each_format
@@ -130,7 +138,7 @@ def test_given_amaxes(fmt):
         for level in (fmt.global_scale_for(False), fmt.global_scale_for(True))
     )
     if not any(directions):
-        with pytest.raises(ValueError, match="amax is the second level"):
+        with pytest.raises(ValueError, match="amax is the global scale of groups"):
             ops.grouped_quantize(sample(32), fmt.text, None, torch.ones(1), shapes=[1, 32])
         return
     amax = torch.tensor([2.0, -3.0, 0.0, 50.0])
@@ -146,41 +154,50 @@ def test_many_members(text):
     fmt = REFERENCE_FORMATS[text]
     rows = torch.randint(0, 3, (1030,), generator=seeded_generator(5)).tolist()
     shapes = [(m, 32 if i % 3 else 64) for i, m in enumerate(rows)]
-    x = sample(live(shapes))
-    out = ops.grouped_quantize(x, fmt.text, None, None, True, False, shapes=flat(shapes))
-    got = named(fmt, shapes, (True, False), out)
-    parts = member_spans(fmt, shapes)
+    x = sample(count_elements(shapes))
+    out = ops.grouped_quantize(x, fmt.text, None, None, True, False, shapes=flatten_shapes(shapes))
+    got = named_buffers(fmt, shapes, (True, False), out)
+    spans = member_spans(fmt, shapes)
     start = 0
     for i, (m, n) in enumerate(shapes):
         if i % 103 == 0:
-            (want,) = alone(fmt, [x[start : start + m * n].view(m, n)], (True, False))
+            (want,) = quantize_separately(fmt, [x[start : start + m * n].view(m, n)], (True, False))
             for name, buffer in want.items():
-                assert_same_bytes(parts[name][i].view_of(got[name]), buffer, name)
+                assert_same_bytes(spans[name][i].view_of(got[name]), buffer, name)
         start += m * n
 
 
 @each_format
-def test_only_the_parts_of_members_are_written(fmt):
+def test_only_spans_of_members_are_written(fmt):
     shapes = SHAPES["both vary"]
-    x = sample(live(shapes))
-    want = ops.grouped_quantize(x, fmt.text, None, None, True, True, shapes=flat(shapes))
+    x = sample(count_elements(shapes))
+    want = ops.grouped_quantize(x, fmt.text, None, None, True, True, shapes=flatten_shapes(shapes))
     out = [poisoned(t) for t in want]
-    ops.grouped_quantize_out(x, fmt.text, None, None, True, True, shapes=flat(shapes), out=out)
-    got = named(fmt, shapes, (True, True), out)
-    for name, parts in member_spans(fmt, shapes, columnwise=True).items():
+    ops.grouped_quantize_out(
+        x, fmt.text, None, None, True, True, shapes=flatten_shapes(shapes), out=out
+    )
+    got = named_buffers(fmt, shapes, (True, True), out)
+    for name, spans in member_spans(fmt, shapes, columnwise=True).items():
         outside = got[name].view(U8).clone()
         size = got[name].itemsize
-        for part in parts:
-            outside[part.start * size : (part.start + part.spec.extent) * size] = SENTINEL
+        for span in spans:
+            outside[span.start * size : (span.start + span.spec.extent) * size] = SENTINEL
         assert outside.eq(SENTINEL).all(), name
-    for way in (False, True):
-        values = decode(fmt, got, len(x), way, flat(shapes))
+    for columnwise in (False, True):
+        values = decode(fmt, got, len(x), columnwise, flatten_shapes(shapes))
         assert_same_bytes(
-            values, decode(fmt, named(fmt, shapes, (True, True), want), len(x), way, flat(shapes))
+            values,
+            decode(
+                fmt,
+                named_buffers(fmt, shapes, (True, True), want),
+                len(x),
+                columnwise,
+                flatten_shapes(shapes),
+            ),
         )
 
 
-#: What is passed instead, and the message.
+#: (changed arguments, message).
 WRONG = {
     "no members": ({"shapes": []}, "at least one member"),
     "an odd size": ({"shapes": [5, 64, 2]}, "got 3 sizes"),
@@ -202,12 +219,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
-def test_rules_that_are_broken_name_the_member(change, message):
+def test_invalid_shapes_raise(change, message):
     with pytest.raises(ValueError, match=message):
         ops.grouped_quantize(torch.ones(400), "nvfp4", **{"shapes": [5, 64, 2, 32]} | change)
 
 
-def test_rules_of_decoding():
+def test_invalid_arguments_of_decoding_raise():
     shapes = [5, 64, 2, 32]
     codes, *scales = ops.grouped_quantize(torch.ones(384), "nvfp4", shapes=shapes)
     arguments = (codes, scales, "nvfp4", 384, BF16)
@@ -223,13 +240,13 @@ def test_rules_of_decoding():
         ops.grouped_dequantize(*arguments)
 
 
-def test_other_shapes_are_another_plan():
+def test_other_shapes_use_another_plan():
     x = sample(256)
     call = functools.partial(ops.grouped_quantize, x, "fp8")
-    first, second = ([4, 32, 4, 32], [2, 64, 2, 64])
-    for shapes in (first, second, first):
+    tall, wide = ([4, 32, 4, 32], [2, 64, 2, 64])
+    for shapes in (tall, wide, tall):
         got = call(shapes=shapes)
-        assert got[3].tolist() == [part.abs().max() for part in x.view(2, 128).float()]
+        assert got[3].tolist() == [member.abs().max() for member in x.view(2, 128).float()]
         (m, n), codes = shapes[:2], got[0]
         assert_same_bytes(
             codes[: m * n].view(m, n), ops.grouped_quantize(x.view(2, m, n), "fp8")[0][0]
@@ -249,11 +266,11 @@ def test_other_shapes_are_another_plan():
         *(("sm_90a", "fp8", None), ("sm_100a", "nvfp4:row_scaled", "swiglu")),
     ],
 )
-def test_kernels(arch, text, act):
+def test_kernels_have_the_bits_of_the_reference(arch, text, act):
     shapes = [(5, 64), (0, 32), (130, 96), (1, 2048), (128, 32)]
     count = sum(m * n for m, n in shapes)
     x = torch.cat([sample(count * (2 if act else 1)), torch.full((40,), torch.nan).bfloat16()])
-    arguments = {"columnwise": True, "activation": act, "shapes": flat(shapes)}
+    arguments = {"columnwise": True, "activation": act, "shapes": flatten_shapes(shapes)}
     fmt = parse(text)
     if fmt.is_stochastic:
         arguments["seed"] = torch.tensor([7, 2**62 + 1])
@@ -266,14 +283,16 @@ def test_kernels(arch, text, act):
     if act is not None:
         return
     directions = (False, True)
-    named = dict(zip(list(buffers(fmt, (1, 2, 32), None, columnwise=True)), want, strict=True))
-    for way in directions:
-        codes, *scales = (named[name] for name in fmt.operand_names(way))
-        given = (codes, scales, text, count + 7, BF16, None, way, arguments["shapes"])
-        decoded = ops.grouped_dequantize(*given)
+    named_buffers = dict(
+        zip(list(buffers(fmt, (1, 2, 32), None, columnwise=True)), want, strict=True)
+    )
+    for columnwise in directions:
+        codes, *scales = (named_buffers[name] for name in fmt.operand_names(columnwise))
+        op_arguments = (codes, scales, text, count + 7, BF16, None, columnwise, arguments["shapes"])
+        decoded = ops.grouped_dequantize(*op_arguments)
         with backend(f"emulated:{arch}"):
-            assert_same_bytes(ops.grouped_dequantize(*given), decoded)
-            into = poisoned(decoded)
-            ops.grouped_dequantize_out(*given, out=into)
-        assert_same_bytes(into[:count], decoded[:count])
-        assert not into[count:].view(torch.int16).eq(0).any()
+            assert_same_bytes(ops.grouped_dequantize(*op_arguments), decoded)
+            out = poisoned(decoded)
+            ops.grouped_dequantize_out(*op_arguments, out=out)
+        assert_same_bytes(out[:count], decoded[:count])
+        assert not out[count:].view(torch.int16).eq(0).any()

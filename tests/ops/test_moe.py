@@ -1,3 +1,5 @@
+"""Ops of mixtures of experts: routing, router, gather, combine, activations, quantization."""
+
 import pytest
 import torch
 
@@ -30,16 +32,17 @@ ARCHITECTURES = ("sm_90a", "sm_100a")
 MODES = [{}, {"mode": "chaos", "seed": 1}, {"mode": "chaos", "seed": 2}, {"races": True}]
 
 
-def ids_of(tokens, top_k, experts, *, seed=0, dtype=torch.int64):
-    """Experts of each token, no two the same where there are enough; some are none."""
+def random_expert_ids(tokens, top_k, experts, *, seed=0, dtype=torch.int64):
+    """Return experts of each token, distinct if there are enough; some are not experts."""
     rng = seeded_generator(seed)
     ids = torch.rand(tokens, max(experts, top_k), generator=rng).argsort(1)[:, :top_k] % experts
-    wild = torch.tensor([-1, experts, -(2**31), 2**31 - 1, experts + 511])
-    pick = torch.randint(0, 12, ids.shape, generator=rng)
-    return torch.where(pick < len(wild), wild[pick.clamp(max=4)], ids).to(dtype)
+    invalid = torch.tensor([-1, experts, -(2**31), 2**31 - 1, experts + 511])
+    choice = torch.randint(0, 12, ids.shape, generator=rng)
+    return torch.where(choice < len(invalid), invalid[choice.clamp(max=4)], ids).to(dtype)
 
 
-def loop(ids, experts):
+def route_in_python(ids, experts):
+    """Return offs, token, pair and row of ``compute_routing`` by loops."""
     top_k = ids.shape[1]
     pairs = [(e, i) for i, e in enumerate(ids.flatten().tolist()) if 0 <= e < experts]
     offs = [sum(e <= g for e, _ in pairs) for g in range(experts)]
@@ -48,8 +51,8 @@ def loop(ids, experts):
     row = [-1] * ids.numel()
     for r, i in enumerate(order):
         row[i] = r
-    found = (offs, [i // top_k for i in order] + tail, order + tail)
-    return [torch.tensor(v, dtype=I32) for v in found] + [
+    results = (offs, [i // top_k for i in order] + tail, order + tail)
+    return [torch.tensor(v, dtype=I32) for v in results] + [
         torch.tensor(row, dtype=I32).view(ids.shape)
     ]
 
@@ -59,18 +62,18 @@ SHAPES = [(1, 1, 1), (7, 2, 5), (33, 8, 20), (5, 3, 600), (0, 2, 3), (40, 1, 4),
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), SHAPES)
 @pytest.mark.parametrize("dtype", [I32, torch.int64])
-def test_routing(tokens, top_k, experts, dtype):
-    ids = ids_of(tokens, top_k, experts, dtype=dtype)
-    assert_all_same(ops.compute_routing(ids, experts), loop(ids, experts))
+def test_routing_equals_loops(tokens, top_k, experts, dtype):
+    ids = random_expert_ids(tokens, top_k, experts, dtype=dtype)
+    assert_all_same(ops.compute_routing(ids, experts), route_in_python(ids, experts))
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("dtype", [I32, torch.int64])
 @each_arch
-def test_routing_kernels(arch, dtype, monkeypatch):
-    """One CTA and a cluster, one window of experts and several, whole rounds of a warp and not."""
+def test_routing_kernels_have_the_bits_of_the_reference(arch, dtype, monkeypatch):
+    """One CTA and a cluster, one and several windows of experts, full and partial warp rounds."""
     clear_plan_cache()
-    # As many warps as the race detector follows.
+    # The race detector follows this many warps.
     if dtype == torch.int64:
         monkeypatch.setattr(
             moe_launcher,
@@ -79,7 +82,7 @@ def test_routing_kernels(arch, dtype, monkeypatch):
         )
     shapes = [*SHAPES[:5], (1100, 2, 40), (1100, 8, 13), (700, 8, 1500), (600, 7, 3)]
     for i, (tokens, top_k, experts) in enumerate(shapes):
-        ids = ids_of(tokens, top_k, experts, seed=i, dtype=dtype)
+        ids = random_expert_ids(tokens, top_k, experts, seed=i, dtype=dtype)
         want = ops.compute_routing(ids, experts)
         with backend(f"emulated:{arch}", **MODES[i % (4 if dtype == torch.int64 else 3)]):
             assert_all_same(ops.compute_routing(ids, experts), want)
@@ -87,16 +90,16 @@ def test_routing_kernels(arch, dtype, monkeypatch):
 
 
 @pytest.mark.emulated
-def test_extremes_of_int64_are_no_experts():
+def test_extreme_int64_ids_are_not_experts():
     info = torch.iinfo(torch.int64)
     ids = torch.tensor([[info.min, info.max], [2**32, 1], [-(2**32), 0]])
-    want = loop(ids, 2)
+    want = route_in_python(ids, 2)
     assert_all_same(ops.compute_routing(ids, 2), want)
     with backend("emulated:sm_90a"):
         assert_all_same(ops.compute_routing(ids, 2), want)
 
 
-#: Experts, k, score, renormalize, groups, top groups, factor.
+#: (experts, top k, score, renormalize, groups, top groups, factor).
 ROUTERS = [
     (128, 8, "softmax", True, 1, 1, 1.0),
     (256, 8, "sigmoid", True, 8, 4, 2.5),
@@ -106,8 +109,8 @@ ROUTERS = [
 ]
 
 
-def routed(case, tokens=7):
-    """The op and its gradient with every kind of number; with a bias and an end or without."""
+def route_with_special_values(case, tokens=7):
+    """Return results and gradients of all kinds of numbers, with or without bias and end row."""
     experts, k, *options = case
     logits = torch.randn(tokens, experts, generator=seeded_generator(experts)) * 4
     logits[0], logits[1, 3], logits[2, 5], logits[3, :4], logits[4, 0] = (
@@ -117,30 +120,35 @@ def routed(case, tokens=7):
         -torch.inf,
         torch.nan,
     )
-    logits[5] = -100  # Scores of 0, if they are sigmoids, which are divided by their sum.
+    logits[5] = -100  # sigmoid scores of 0, which are divided by their sum
     bias = end = dscores = None
     if not (experts == 128 or k == 40):
         bias, end = torch.arange(experts) % 5 * 0.1, torch.tensor([6], dtype=I32)
         bias[2], bias[7], dscores = -torch.inf, torch.nan, logits.nan_to_num(0, 1, 1)
     out = ops.moe_route(logits, bias, end, k, *options)
-    out[1][4, 0] = -1  # Of expert 0, whose NaN is nobody's then.
+    out[1][4, 0] = -1  # no expert: the NaN of expert 0 must not count
     dweights = torch.arange(tokens * k).view(tokens, k) % 7 - 2.5
-    given = (dweights, dscores, out[1], out[2], *options[:2], options[-1])
-    return [*out, ops.moe_route_gradient(*given), ops.moe_route_gradient(*given, True)]
+    gradient_arguments = (dweights, dscores, out[1], out[2], *options[:2], options[-1])
+    return [
+        *out,
+        ops.moe_route_gradient(*gradient_arguments),
+        ops.moe_route_gradient(*gradient_arguments, True),
+    ]
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", ROUTERS)
-def test_router_kernels(case):
-    want, at = routed(case), ROUTERS.index(case)
-    for arch in ARCHITECTURES[: 1 if at > 2 else 2]:
-        for mode in MODES[at % 2 :: 2]:
+def test_router_kernels_have_the_bits_of_the_reference(case):
+    want, index = route_with_special_values(case), ROUTERS.index(case)
+    for arch in ARCHITECTURES[: 1 if index > 2 else 2]:
+        for mode in MODES[index % 2 :: 2]:
             with backend(f"emulated:{arch}", **mode):
-                assert_all_same(routed(case), want, any_nan=True)
+                assert_all_same(route_with_special_values(case), want, any_nan=True)
 
 
 def operands(tokens=9, cols=24, top_k=3, experts=4, dtype=F32, seed=0):
-    ids = ids_of(tokens, top_k, experts, seed=seed)
+    """Return tokens (tokens, cols), rows (pairs, cols), weights, token and row."""
+    ids = random_expert_ids(tokens, top_k, experts, seed=seed)
     _, token, _, row = ops.compute_routing(ids, experts)
     rng = seeded_generator(seed)
     weight = torch.randn(tokens, top_k, generator=rng)
@@ -153,23 +161,29 @@ def operands(tokens=9, cols=24, top_k=3, experts=4, dtype=F32, seed=0):
     )
 
 
-def test_gather_and_combine():
-    for dtype in DTYPES.values():
-        x, h, weight, token, row = operands(dtype=dtype)
-        rows = torch.stack([x[t] if t >= 0 else torch.zeros_like(x[0]) for t in token.tolist()])
-        assert_same_bytes(ops.moe_gather(x, token), rows)
-        for w in (weight, None):
-            y = torch.zeros(x.shape)
-            for t, k in torch.cartesian_prod(torch.arange(9), torch.arange(3)).tolist():
-                if row[t, k] >= 0:
-                    y[t] += h[row[t, k]].float() * (1 if w is None else w[t, k])
-            for out in DTYPES.values():
-                assert_same_bytes(ops.moe_combine(h, row, w, out), y.to(out))
-            assert ops.moe_combine(h, row, w).dtype == dtype
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_gather_selects_tokens(dtype):
+    x, _, _, token, _ = operands(dtype=dtype)
+    rows = torch.stack([x[t] if t >= 0 else torch.zeros_like(x[0]) for t in token.tolist()])
+    assert_same_bytes(ops.moe_gather(x, token), rows)
 
 
-def test_what_is_no_row_is_left_out():
-    """Whatever its weight; beyond both ends."""
+@pytest.mark.parametrize("has_weights", [True, False], ids=["weighted", "sum"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_combine_sums_in_fp32(dtype, has_weights):
+    x, h, weight, _, row = operands(dtype=dtype)
+    weight = weight if has_weights else None
+    y = torch.zeros(x.shape)
+    for t, k in torch.cartesian_prod(torch.arange(9), torch.arange(3)).tolist():
+        if row[t, k] >= 0:
+            y[t] += h[row[t, k]].float() * (1 if weight is None else weight[t, k])
+    for out in DTYPES.values():
+        assert_same_bytes(ops.moe_combine(h, row, weight, out), y.to(out))
+    assert ops.moe_combine(h, row, weight).dtype == dtype
+
+
+def test_invalid_rows_are_ignored():
+    """Whatever their weights are, NaN included."""
     h, nan = torch.ones(2, 8), torch.nan
     row = torch.tensor([[0, 2, -1], [2**31 - 1, -(2**31), 5]], dtype=I32)
     weight = torch.tensor([[2.0, nan, nan], [nan, nan, nan]])
@@ -179,96 +193,98 @@ def test_what_is_no_row_is_left_out():
     assert weight.grad.isnan().tolist() == [[True, False, False], [False] * 3]
 
 
-@pytest.mark.parametrize("given", [torch.inf, -torch.inf, torch.nan])
-def test_gradients_of_a_sum_with_pairs_that_are_absent(given):
-    """Whatever dy holds: absent pairs have zeros, and no row takes what another token was given."""
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_gradients_of_combine_with_missing_pairs(value):
+    """Missing pairs have zero gradients, and no row gets the gradient of another token."""
     row = torch.tensor([[0, -1, 2], [-1, 9, 2**31 - 1], [4, 1, -(2**31)]], dtype=I32)
-    there = (row >= 0) & (row < 6)
+    is_row = (row >= 0) & (row < 6)
     for weights in (None, torch.tensor([[0.5, 2.0, 3.0]] * 3)):
         for token in range(3):
             h, dy = sample(6, 8).requires_grad_(), torch.ones(3, 8)
-            dy[token, 5] = given
+            dy[token, 5] = value
             weight = None if weights is None else weights.clone().requires_grad_()
             ops.moe_combine(h, row, weight).backward(dy.to(h.dtype))
             want = torch.zeros(6, 8)
-            for t, k in there.nonzero().tolist():
+            for t, k in is_row.nonzero().tolist():
                 want[row[t, k]] = dy[t] * (1.0 if weight is None else weight[t, k].detach())
             assert_same_bytes(h.grad, want.to(h.dtype), any_nan=True)
             assert h.grad[[3, 5]].eq(0).all()
             if weight is not None:
-                assert weight.grad[~there].eq(0).all()
-                assert weight.grad[there].isfinite().tolist() == [
-                    t != token for t, _ in there.nonzero().tolist()
+                assert weight.grad[~is_row].eq(0).all()
+                assert weight.grad[is_row].isfinite().tolist() == [
+                    t != token for t, _ in is_row.nonzero().tolist()
                 ]
 
 
 @pytest.mark.emulated
 @each_arch
-def test_gather_and_combine_kernels(arch, monkeypatch):
-    """Loads of every width, more experts a token than loads at a time, strips and parts of one."""
+def test_gather_and_combine_kernels_have_the_bits_of_the_reference(arch, monkeypatch):
+    """Loads of all widths, more experts per token than loads in flight, full and partial strips."""
     monkeypatch.setattr(rows, "_MANY_BYTES", 0)
     clear_plan_cache()
     for i, (dtype, cols) in enumerate([(BF16, 8), (BF16, 1096), (BF16, 9), (F32, 12)]):
         x, h, weight, token, row = operands(11, cols, 6, 9, dtype, i)
         x[3], h[5], weight[2, 1] = torch.nan, torch.inf, -0.0
-        wild = token.clone()
-        wild[:3] = torch.tensor([2**31 - 1, -(2**31), 11])
+        invalid_token = token.clone()
+        invalid_token[:3] = torch.tensor([2**31 - 1, -(2**31), 11])
         out = F32 if i % 2 else dtype
         calls = (
-            lambda a=(x, wild): ops.moe_gather(*a),
+            lambda a=(x, invalid_token): ops.moe_gather(*a),
             lambda a=(x, token, row): ops.moe_gather(*a),
             lambda a=(h[:50], row, weight, out): ops.moe_combine(*a),
             lambda a=(h, row, None): ops.moe_combine(*a),
-            # Elsewhere than kernels read, and not dense.
+            # Misaligned, and not dense.
             lambda a=(h[1:, 1:], row[1:, ::2], weight[1:, ::2]): ops.moe_combine(*a),
         )
         for call in calls[: 5 if arch == "sm_90a" else 3]:
             want = call()
             with backend(f"emulated:{arch}", **MODES[i]):
                 assert_same_bytes(call(), want, any_nan=True)
-        with backend(f"emulated:{arch}"):  # What is no row is nowhere.
+        with backend(f"emulated:{arch}"):  # invalid rows are ignored
             ops.moe_gather(x, token, torch.where(row % 4 == 0, 2**31 - 1, row - 1))
-    none = torch.zeros(0, 8), torch.zeros(3, 2, dtype=I32)
+    no_rows = torch.zeros(0, 8), torch.zeros(3, 2, dtype=I32)
     with backend(f"emulated:{arch}"):
-        assert not ops.moe_combine(*none).any()
-        assert not ops.moe_gather(none[0], none[1].flatten()).any()
-        assert ops.moe_gather(none[0], none[1][:0].flatten()).shape == (0, 8)
+        assert not ops.moe_combine(*no_rows).any()
+        assert not ops.moe_gather(no_rows[0], no_rows[1].flatten()).any()
+        assert ops.moe_gather(no_rows[0], no_rows[1][:0].flatten()).shape == (0, 8)
         # One row is contiguous with any stride.
         row = torch.ones(1, 11, dtype=BF16)[:, :8]
-        assert ops.moe_gather(row, none[1].flatten()).sum() == 48
-        assert not ops.moe_combine(torch.ones(3, 8), none[1][:, :0]).any()
+        assert ops.moe_gather(row, no_rows[1].flatten()).sum() == 48
+        assert not ops.moe_combine(torch.ones(3, 8), no_rows[1][:, :0]).any()
 
 
 each_activation = pytest.mark.parametrize(
     ("name", "dtype", "cols", "interleaved"),
     [
-        *(("swiglu", BF16, 264, False), ("clamped_swiglu:limit=2.0", F32, 24, True)),
-        *(("silu", F16, 13, False), ("geglu", BF16, 9, True)),
+        ("swiglu", BF16, 264, False),
+        ("clamped_swiglu:limit=2.0", F32, 24, True),
+        ("silu", F16, 13, False),
+        ("geglu", BF16, 9, True),
     ],
 )
 
 
 def activation_calls(name, dtype, cols, interleaved, ragged=True):
-    """The op, its gradient, and that with weights, of rows with special values."""
+    """Return the end row and calls of the op, its gradient, and the gradient with weights."""
     gated = "glu" in name
     x, _, weight, _, row = operands(20, cols * (1 + gated), 2, 4, dtype, cols)
     x, grad = torch.cat([x, -x]), sample(40, cols, dtype=dtype)
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30, 100.0, -100.0])
     x[1, :8], grad[2, :8] = special.to(dtype), special.to(dtype)
-    ids = ids_of(20, 2, 4, seed=cols)
+    ids = random_expert_ids(20, 2, 4, seed=cols)
     offs, _, pair, _ = ops.compute_routing(ids, 4)
-    rest = (offs if ragged else None, interleaved)
+    options = (offs if ragged else None, interleaved)
     x[int(offs[-1]) :] = torch.nan
     return int(offs[-1]) if ragged else None, [
-        lambda: [ops.moe_activate(x, name, *rest)],
-        lambda: ops.moe_activate_gradient(x, grad, name, *rest),
-        lambda: ops.moe_activate_gradient(x, grad, name, *rest, weight, pair),
+        lambda: [ops.moe_activate(x, name, *options)],
+        lambda: ops.moe_activate_gradient(x, grad, name, *options),
+        lambda: ops.moe_activate_gradient(x, grad, name, *options, weight, pair),
     ]
 
 
 @each_activation
-def test_activations(name, dtype, cols, interleaved):
-    """Against autograd in fp64 of what a layer computes with them."""
+def test_activations_and_gradients_are_near_fp64(name, dtype, cols, interleaved):
+    """The expected values come from autograd in fp64 of what a layer computes."""
     act = grouped.Activation(name.partition(":")[0])
     if "limit" in name:
         act = grouped.Activation("clamped_swiglu", limit=2.0)
@@ -296,18 +312,18 @@ def test_activations(name, dtype, cols, interleaved):
 @pytest.mark.emulated
 @each_activation
 @each_arch
-def test_activation_kernels(arch, name, dtype, cols, interleaved):
+def test_activation_kernels_have_the_bits_of_the_reference(arch, name, dtype, cols, interleaved):
     live, calls = activation_calls(name, dtype, cols, interleaved, ragged=cols != 24)
     for i, call in enumerate(calls if cols in (264, 13) else calls[-1:]):
         want = call()
         with backend(f"emulated:{arch}", **MODES[i + 1]):
-            for got, wanted in zip(call(), want, strict=True):
-                # Of the tail nothing is said.
+            for got, expected_tensor in zip(call(), want, strict=True):
+                # The tail is undefined.
                 rows = live if len(got) == 40 else None
-                assert_same_bytes(got[:rows], wanted[:rows], any_nan=True)
+                assert_same_bytes(got[:rows], expected_tensor[:rows], any_nan=True)
 
 
-#: Columns, activation, interleaved, formats, dtype, end rows of 150 or many; some have no kernel.
+#: (columns, activation, interleaved, formats, dtype, end rows); some have no kernel.
 QUANTIZED = [
     (256, "swiglu", False, ("fp8_block", "fp8_block"), "bfloat16", (0, 1, 1, 130, 147)),
     (
@@ -356,102 +372,110 @@ QUANTIZED = [
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", QUANTIZED)
 @each_arch
-def test_gradients_are_quantized_where_they_are_made(arch, case, monkeypatch):
-    """With the bits of the ops that this stands for, over poison; counters are left at zero."""
-    cols, act, interleaved, formats, dtype, ends = case
-    rows = 150 if ends else 1300
+def test_gradients_are_quantized_on_the_fly(arch, case, monkeypatch):
+    """The bits equal those of separate ops, over poison, and counters end at zero."""
+    cols, act, interleaved, formats, dtype, end_rows = case
+    rows = 150 if end_rows else 1300
     x, grad = (special_values(rows, n, DTYPES[dtype]) for n in (cols * (1 + ("glu" in act)), cols))
     pair, weight = torch.randperm(rows).int(), torch.rand(rows // 2, 2)
     pair[:3] = torch.tensor([-1, rows, 2**31 - 1])
-    offs = torch.tensor(ends, dtype=I32) if ends else offs_of_many_groups()
+    offs = torch.tensor(end_rows, dtype=I32) if end_rows else offs_of_many_groups()
     x[int(offs[-1]) :] = torch.nan
     weight[5] = torch.tensor([torch.inf, torch.nan])
     scales = [
         torch.exp2(torch.arange(len(offs)).clamp(0, 90) - i) if "delayed" in formats[i] else None
         for i in (0, 1)
     ]
-    given, split = (
+    op_arguments, first_count = (
         (x, grad, *formats, act, offs, interleaved, weight, pair, *scales),
         4 + ("delayed" in formats[0]),
     )
 
     def run():
-        out = [poisoned(t) for t in like[:-1]] + [like[-1].clone()]
-        ops.moe_quantize_gradient_out(*given, out=out)
+        out = [poisoned(t) for t in reference_outputs[:-1]] + [reference_outputs[-1].clone()]
+        ops.moe_quantize_gradient_out(*op_arguments, out=out)
         return out
 
-    like = ops.moe_quantize_gradient(*given)
+    reference_outputs = ops.moe_quantize_gradient(*op_arguments)
     want = run()
     dz, scaled, dp = ops.moe_activate_gradient(x, grad, act, offs, interleaved, weight, pair)
-    like = [*(poisoned(t) for t in like[:-1]), dp]
-    ops.grouped_quantize_out(dz, formats[0], offs, None, True, True, scales[0], out=like[:split])
+    reference_outputs = [*(poisoned(t) for t in reference_outputs[:-1]), dp]
     ops.grouped_quantize_out(
-        scaled, formats[1], offs, None, False, True, scales[1], out=like[split:-1]
+        dz, formats[0], offs, None, True, True, scales[0], out=reference_outputs[:first_count]
     )
-    runs, at = [want], QUANTIZED.index(case)
-    zeros, kept = torch.zeros, []
+    ops.grouped_quantize_out(
+        scaled,
+        formats[1],
+        offs,
+        None,
+        False,
+        True,
+        scales[1],
+        out=reference_outputs[first_count:-1],
+    )
+    runs, index = [want], QUANTIZED.index(case)
+    zeros, allocated = torch.zeros, []
     monkeypatch.setattr(
-        torch, "zeros", lambda *size, **like: kept.append(zeros(*size, **like)) or kept[-1]
+        torch,
+        "zeros",
+        lambda *size, **options: allocated.append(zeros(*size, **options)) or allocated[-1],
     )
-    for mode in MODES[at % 4 :] if arch == "sm_90a" else [MODES[at % 4]]:
+    for mode in MODES[index % 4 :] if arch == "sm_90a" else [MODES[index % 4]]:
         with backend(f"emulated:{arch}", **mode):
             runs.append(run())
-    for made in runs:
-        assert_all_same(made, like, any_nan=True)
-    assert [t.item() for t in kept if t.dtype == I32 and t.shape == (1,)] == [0] * (
+    for outputs in runs:
+        assert_all_same(outputs, reference_outputs, any_nan=True)
+    assert [t.item() for t in allocated if t.dtype == I32 and t.shape == (1,)] == [0] * (
         0 if interleaved else len(runs) - 1
     )
 
 
+#: (format, directions, activation).
 GATHERED = [
-    *(
-        ("fp8_block", "both", None),
-        ("nvfp4:row_scaled", "rowwise", None),
-        ("mxfp8", "columnwise", None),
-    ),
-    *(
-        ("fp8_block", "rowwise", "swiglu"),
-        ("fp8:scaling=delayed", "both", None),
-        ("nvfp4", "both", None),
-    ),
+    ("fp8_block", "both", None),
+    ("nvfp4:row_scaled", "rowwise", None),
+    ("mxfp8", "columnwise", None),
+    ("fp8_block", "rowwise", "swiglu"),
+    ("fp8:scaling=delayed", "both", None),
+    ("nvfp4", "both", None),
 ]
 
 
-@pytest.mark.parametrize(("text", "way", "act"), GATHERED)
+@pytest.mark.parametrize(("text", "direction", "act"), GATHERED)
 @pytest.mark.parametrize(
     "arch",
     ("reference", *(pytest.param(a, marks=pytest.mark.emulated) for a in ARCHITECTURES)),
 )
-def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
-    """The bits of gathering first, by kernels over poison; in a GEMM, too."""
+def test_the_quantizer_gathers_rows(arch, text, direction, act):
+    """The bits equal those of gathering first, over poison; a GEMM that quantizes does the same."""
     x, _, _, _, _ = operands(50, 320 if act else 160, dtype=BF16)
-    offs, token, _, _ = ops.compute_routing(ids_of(50, 3, 5), 5)
+    offs, token, _, _ = ops.compute_routing(random_expert_ids(50, 3, 5), 5)
     scale = torch.exp2(torch.arange(5.0)) if "delayed" in text else None
-    facts = (None, way != "columnwise", way != "rowwise", scale, None, act, None)
-    given = [(ops.moe_gather(x, token), text, offs, *facts), (x, text, offs, *facts, token)]
-    like = ops.grouped_quantize(*given[0])
+    options = (None, direction != "columnwise", direction != "rowwise", scale, None, act, None)
+    arguments = [(ops.moe_gather(x, token), text, offs, *options), (x, text, offs, *options, token)]
+    reference_outputs = ops.grouped_quantize(*arguments[0])
     if arch == "reference":
-        assert_all_same(ops.grouped_quantize(*given[1]), like)
+        assert_all_same(ops.grouped_quantize(*arguments[1]), reference_outputs)
     if (
         arch == "reference"
         or arch == "sm_100a"
         and text in ("mxfp8", "fp8:scaling=delayed", "nvfp4")
     ):
         return
-    want, got = ([poisoned(t) for t in like] for _ in given)
-    ops.grouped_quantize_out(*given[0], out=want)
-    with backend(f"emulated:{arch}", **MODES[GATHERED.index((text, way, act)) % 4]):
-        ops.grouped_quantize_out(*given[1], out=got)
+    want, got = ([poisoned(t) for t in reference_outputs] for _ in arguments)
+    ops.grouped_quantize_out(*arguments[0], out=want)
+    with backend(f"emulated:{arch}", **MODES[GATHERED.index((text, direction, act)) % 4]):
+        ops.grouped_quantize_out(*arguments[1], out=got)
         assert_all_same(got, want)
-        if way == "rowwise" and (act or arch == "sm_90a"):
-            of_weight = "fp8_block:block=128x128" if act else "nvfp4"
-            codes, *scales = ops.grouped_quantize(torch.randn(5, 32, 160).bfloat16(), of_weight)
+        if direction == "rowwise" and (act or arch == "sm_90a"):
+            weight_format = "fp8_block:block=128x128" if act else "nvfp4"
+            codes, *scales = ops.grouped_quantize(torch.randn(5, 32, 160).bfloat16(), weight_format)
             product = (
                 codes,
                 offs,
                 scales,
                 text,
-                of_weight,
+                weight_format,
                 None,
                 None,
                 False,
@@ -461,11 +485,11 @@ def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
                 None,
                 act,
             )
-            want = ops.m_grouped_quantize_gemm(given[0][0], *product)
+            want = ops.m_grouped_quantize_gemm(arguments[0][0], *product)
             assert_same_bytes(ops.m_grouped_quantize_gemm(x, *product, token), want)
 
 
-#: Format, directions, dtype, tokens, columns and end rows of 700 or many.
+#: (format, directions, dtype, tokens, columns, end rows).
 TILES_OF_ROWS = [
     ("fp8_block", "both", BF16, 90, 1040, (0, 130, 130, 400, 657)),
     ("mxfp8", "columnwise", F32, 70, 416, (1, 1, 1, 300, 700)),
@@ -479,34 +503,31 @@ TILES_OF_ROWS = [
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", TILES_OF_ROWS)
 @each_arch
-def test_tiles_of_rows_by_an_index(arch, case):
-    """Over poison, with an index past the last row that is of none, and more tiles than an SM has
-    stages.
-    """
-    text, way, dtype, tokens, cols, ends = case
-    offs = torch.tensor(ends, dtype=I32) if ends else offs_of_many_groups()
+def test_the_tile_quantizer_gathers_rows(arch, case):
+    """Over poison, with invalid indices in the tail, and more tiles than an SM has stages."""
+    text, direction, dtype, tokens, cols, end_rows = case
+    offs = torch.tensor(end_rows, dtype=I32) if end_rows else offs_of_many_groups()
     x, index = (
         special_values(tokens, cols, dtype),
-        torch.randint(0, tokens, (700 if ends else 1300,)).int(),
+        torch.randint(0, tokens, (700 if end_rows else 1300,)).int(),
     )
     index[int(offs[-1]) :] = torch.tensor([-1, 2**31 - 1, -(2**31)]).repeat(500)[
         : len(index) - int(offs[-1])
     ]
     amax = torch.rand(len(offs)) if "nvfp4" in text else None
-    facts = (text, offs, amax, way == "both", True, None, None, None, None)
-    picked = x[index.clamp(0, tokens - 1).long()]
-    want = [poisoned(t) for t in ops.grouped_quantize(picked, *facts)]
-    ops.grouped_quantize_out(picked, *facts, out=want)
-    at = TILES_OF_ROWS.index(case)
-    for i, mode in enumerate(MODES if arch == "sm_90a" else MODES[at % 4 :][:1]):
+    options = (text, offs, amax, direction == "both", True, None, None, None, None)
+    gathered = x[index.clamp(0, tokens - 1).long()]
+    want = [poisoned(t) for t in ops.grouped_quantize(gathered, *options)]
+    ops.grouped_quantize_out(gathered, *options, out=want)
+    case_index = TILES_OF_ROWS.index(case)
+    for i, mode in enumerate(MODES if arch == "sm_90a" else MODES[case_index % 4 :][:1]):
         got = [poisoned(t) for t in want]
         with backend(f"emulated:{arch}", num_sms=1 + i % 2, **mode):
-            ops.grouped_quantize_out(x, *facts, index, out=got)
+            ops.grouped_quantize_out(x, *options, index, out=got)
         assert_all_same(got, want, any_nan=True)
 
 
-#: Format, elements, their dtype and what is done to them; tokens, columns, rows of each and
-#: experts.
+#: (format, dtype, activation, (tokens, columns, top k, experts)).
 BY_TOKEN = [
     ("fp8_block", BF16, None, (50, 160, 3, 5)),
     ("fp8_block", F32, None, (1, 16, 2, 3)),
@@ -523,22 +544,25 @@ BY_TOKEN = [
 @pytest.mark.parametrize("case", BY_TOKEN)
 @each_arch
 def test_tokens_are_read_once(arch, case):
-    """With the bits of one read a row, poison where that leaves it; as a GEMM's operand, too."""
+    """The bits equal those of one read per row, unwritten poison included; a GEMM does the same."""
     pytest.importorskip("cutlass")
     text, dtype, act, (tokens, cols, top_k, experts) = case
-    at = BY_TOKEN.index(case)
+    index = BY_TOKEN.index(case)
     x = sample(tokens, cols * (1 + (act == "swiglu")), dtype=dtype)
     x[-1, :8] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30, 3e38, -1e-39]).to(
         dtype
     )
-    for ids in (ids_of(tokens, top_k, experts, seed=at), torch.full((tokens, top_k), -1)):
+    for ids in (
+        random_expert_ids(tokens, top_k, experts, seed=index),
+        torch.full((tokens, top_k), -1),
+    ):
         offs, token, _, row = ops.compute_routing(ids, experts)
-        facts = (x, text, offs, None, True, False, None, None, act, None, token)
-        got, want = ([poisoned(t) for t in ops.grouped_quantize(*facts)] for _ in range(2))
-        with backend(f"emulated:{arch}", **MODES[at % 4]):
-            ops.grouped_quantize_out(*facts, out=want)
+        options = (x, text, offs, None, True, False, None, None, act, None, token)
+        got, want = ([poisoned(t) for t in ops.grouped_quantize(*options)] for _ in range(2))
+        with backend(f"emulated:{arch}", **MODES[index % 4]):
+            ops.grouped_quantize_out(*options, out=want)
             reset_stats()
-            ops.grouped_quantize_out(*facts, row, out=got)
+            ops.grouped_quantize_out(*options, row, out=got)
             assert stats()["tma_load_bytes"] == x.nbytes
             assert_all_same(got, want)
             if text == "nvfp4:row_scaled" and arch == "sm_90a":
@@ -565,31 +589,31 @@ def test_tokens_are_read_once(arch, case):
                     ops.m_grouped_quantize_gemm(x, *product, row),
                     ops.m_grouped_quantize_gemm(x, *product),
                 )
-            # What is no row is nowhere, and rows of the tail are left alone.
-            wild = torch.tensor([2**31 - 1, -(2**31), row.numel()], dtype=I32)[: row.numel()]
-            row.view(-1)[: len(wild)] = wild
-            ops.grouped_quantize_out(*facts, row, out=got)
+            # Invalid rows are ignored, and rows of the tail are unchanged.
+            invalid = torch.tensor([2**31 - 1, -(2**31), row.numel()], dtype=I32)[: row.numel()]
+            row.view(-1)[: len(invalid)] = invalid
+            ops.grouped_quantize_out(*options, row, out=got)
 
 
-def test_gradients():
-    """Those of the same in plain torch, also of rows that nobody has."""
+def test_gradients_of_gather_and_combine():
+    """They equal those of the same in plain torch, also for rows without a token."""
     x, h, weight, token, row = operands()
-    there = (row >= 0).double()
-    place = row.clamp_min(0).long()
+    is_row = (row >= 0).double()
+    row_index = row.clamp_min(0).long()
 
-    def plain(x, h, weight):
+    def in_torch(x, h, weight):
         rows = x[token.clamp_min(0).long()] * (token >= 0).double()[:, None]
-        return ((rows + h)[place] * (weight * there).unsqueeze(-1)).sum(1)
+        return ((rows + h)[row_index] * (weight * is_row).unsqueeze(-1)).sum(1)
 
-    def ours(x, h, weight):
+    def with_ops(x, h, weight):
         rows = ops.moe_gather(x, token, row) + h
         return ops.moe_combine(rows, row, weight) + 0 * ops.moe_combine(rows, row)
 
     leaves = [t.requires_grad_() for t in (x, h, weight)]
     exact = [t.detach().double().requires_grad_() for t in leaves]
     dy = torch.randn(9, 24)
-    got = torch.autograd.grad(ours(*leaves), leaves, dy)
-    for a, b in zip(got, torch.autograd.grad(plain(*exact), exact, dy.double()), strict=True):
+    got = torch.autograd.grad(with_ops(*leaves), leaves, dy)
+    for a, b in zip(got, torch.autograd.grad(in_torch(*exact), exact, dy.double()), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
     with pytest.raises(RuntimeError, match="needs row, the inverse of index"):
         ops.moe_gather(x, token)

@@ -1,3 +1,5 @@
+"""Formats of A and B that multiply, and the accumulations that they allow."""
+
 import itertools
 import re
 
@@ -16,6 +18,7 @@ KINDS = (NVFP4(), MXFP8(), FP8Block(), FP8())
 
 
 def zeros(fmt, columnwise=False, uniform=False):
+    """Return the tensors of one copy, full of zeros."""
     shape, groups = ((2, 32, 32), None) if uniform else ((8, 32), 2)
     specs = buffers(fmt, shape, groups, rowwise=not columnwise, columnwise=columnwise)
     device = torch.device("cpu")
@@ -29,7 +32,8 @@ def m_grouped(a, b, transpose_b=False, **options):
     )
 
 
-def quantizing(a, b, transpose_b=False, **options):
+def quantize_gemm(a, b, transpose_b=False, **options):
+    """Call the GEMM that quantizes A on the fly."""
     codes, *scales = zeros(b, transpose_b, uniform=True)
     x = torch.zeros(8, 32)
     options |= {"transpose_b": transpose_b}
@@ -43,16 +47,16 @@ def k_grouped(a, b, **options):
     )
 
 
-CALLS = {"m_grouped_gemm": m_grouped, "m_grouped_quantize_gemm": quantizing}
+CALLS = {"m_grouped_gemm": m_grouped, "m_grouped_quantize_gemm": quantize_gemm}
 CALLS["k_grouped_gemm"] = k_grouped
 each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
 @each_call
 @pytest.mark.parametrize(("a", "b"), list(itertools.permutations(KINDS, 2)), ids=str)
-def test_formats_of_different_kinds(call, a, b):
+def test_formats_of_different_kinds_raise(call, a, b):
     if b == NVFP4() and call is not k_grouped:
-        # W4A8.
+        # FP8 activations times NVFP4 weights (W4A8).
         assert call(a, b).shape == (8, 32)
         return
     with pytest.raises(ValueError, match=f"of one kind.*a_format='{a.text}'.*b_format='{b.text}'"):
@@ -68,7 +72,7 @@ def test_elements_and_flags_may_differ(cls):
 
 
 @each_call
-def test_square_blocks_of_fp32_scales_on_both_sides(call):
+def test_one_operand_needs_scales_per_row(call):
     square = FP8Block(block=(128, 128))
     with pytest.raises(ValueError, match="a or b must have a scale for each row.*128x128"):
         call(square, square)
@@ -76,21 +80,21 @@ def test_square_blocks_of_fp32_scales_on_both_sides(call):
     check_pair(FP8Block(), square)
 
 
-def test_transforms_must_cancel():
-    plain, turned = NVFP4(), NVFP4(hadamard=True)
-    for a, b in ((plain, turned), (turned, plain)):
+def test_both_operands_of_wgrad_must_be_transformed():
+    plain, transformed = NVFP4(), NVFP4(hadamard=True)
+    for a, b in ((plain, transformed), (transformed, plain)):
         with pytest.raises(ValueError, match=re.escape(f"got '{a.text}' for a and '{b.text}'")):
             k_grouped(a, b)
-    for call in (m_grouped, quantizing):
-        for a in (plain, turned):
+    for call in (m_grouped, quantize_gemm):
+        for a in (plain, transformed):
             with pytest.raises(
-                ValueError, match=f"got no transform for a and '{turned.text}' for b"
+                ValueError, match=f"got no transform for a and '{transformed.text}' for b"
             ):
-                call(a, turned, transpose_b=True)
+                call(a, transformed, transpose_b=True)
 
 
 @each_call
-def test_accumulation_is_a_known_word(call):
+def test_unknown_accumulations_raise(call):
     with pytest.raises(ValueError, match="accumulation must be fast or split, got 'slow'"):
         call(FP8(), FP8(), accumulation="slow")
 
@@ -98,7 +102,7 @@ def test_accumulation_is_a_known_word(call):
 @each_call
 @pytest.mark.parametrize("value", ["fast", "split"])
 @pytest.mark.parametrize("fmt", [NVFP4(), MXFP8(), FP8Block()], ids=str)
-def test_accumulation_of_block_scaled_operands(call, fmt, value):
+def test_accumulation_of_block_scaled_operands_raises(call, fmt, value):
     if call is m_grouped:
         with pytest.raises(ValueError, match=f"={value!r} for fp8 and nvfp4"):
             call(FP8(), NVFP4(), accumulation=value)
@@ -106,7 +110,7 @@ def test_accumulation_of_block_scaled_operands(call, fmt, value):
         call(fmt, fmt, accumulation=value)
 
 
-def test_accumulation_of_plain_operands():
+def test_accumulation_of_plain_operands_raises():
     x, w = torch.zeros(8, 32), torch.zeros(2, 32, 32)
     message = "accumulation='fast' for plain tensors and"
     with pytest.raises(ValueError, match=f"{message} plain tensors"):
@@ -119,15 +123,18 @@ def test_accumulation_of_plain_operands():
         ops.m_grouped_gemm(*arguments, accumulation="fast")
 
 
-def test_a_factor_is_that_of_the_operands_own_record():
-    """Of the direction that is read, too: not a constant of the format."""
+def test_the_factor_comes_from_the_operands_record():
+    """It is a property of the record and the direction, not a constant of the format."""
 
     class Halved(NVFP4):
         global_scale = GlobalScale("group", ("amax",), 0.5)
 
-    level = torch.tensor([3.0])
+    global_scale = torch.tensor([3.0])
     for columnwise in (False, True):
         assert (
-            Operand(level, Halved(), level, level, columnwise).factor(0, slice(0, 1)).item() == 1.5
+            Operand(global_scale, Halved(), global_scale, global_scale, columnwise)
+            .factor(0, slice(0, 1))
+            .item()
+            == 1.5
         )
     assert parse("nvfp4").global_scale.factor == 1 / 2688

@@ -1,6 +1,4 @@
-"""Calls of several ops that are repeated: the bits of calls that are not, whatever changed in
-between.
-"""
+"""Replayed calls of several ops: the bits of calls that are not replayed, whatever changed."""
 
 import threading
 
@@ -20,17 +18,17 @@ EMULATED = "emulated:sm_90a"
 
 @pytest.fixture
 def recordings(monkeypatch):
-    """Calls that were repeated."""
-    found, repeat = [], replay.Recording.repeat
+    """Return the list of calls that were replayed."""
+    calls, repeat = [], replay.Recording.repeat
     monkeypatch.setattr(
-        replay.Recording, "repeat", lambda *args: (found.append(args[0]), repeat(*args))[1]
+        replay.Recording, "repeat", lambda *args: (calls.append(args[0]), repeat(*args))[1]
     )
     clear_plan_cache()
-    yield found
+    yield calls
     clear_plan_cache()
 
 
-def moe_of(recipe=None, **options):
+def make_moe(recipe=None, **options):
     torch.manual_seed(3)
     return grouped.nn.MoE(64, 32, 8, 2, recipe=recipe, dtype=BF16, **options)
 
@@ -40,15 +38,16 @@ def tokens(seed, count=9):
 
 
 def check(function):
-    """Kernels and the reference that adds like them give the same."""
-    found = []
+    """Check that kernels and the tensor-core reference give the same bits."""
+    results = []
     for name in ("reference:sm_90a", EMULATED):
         with backend(name):
-            found.append([t.detach() for t in function()])
-    assert_all_same(*found)
+            results.append([t.detach() for t in function()])
+    assert_all_same(*results)
 
 
 def step(moe, x, dy=lambda y: y.detach() * 0.5):
+    """Return the output and all gradients of one training step."""
     x = x.clone().requires_grad_()
     for p in moe.parameters():
         p.main_grad = torch.zeros(p.shape)
@@ -61,87 +60,135 @@ every_recipe = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.emulated
-@every_recipe
-def test_a_layer_that_serves(recordings, recipe):
-    moe = moe_of(recipe, bias=True).eval()
-
-    @torch.no_grad()
-    def serve(x):
+def serve(moe, x):
+    with torch.no_grad():
         return [moe(x)]
 
-    def serves(seed, count=9):
-        before = len(recordings)
-        check(lambda: serve(tokens(seed, count)))
-        return len(recordings) - before
 
-    assert [serves(seed) for seed in range(4)] == [0, 0, 1, 1]
+def count_replays(recordings, function):
+    """Check the function's bits, and return the number of calls that were replayed."""
+    before = len(recordings)
+    check(function)
+    return len(recordings) - before
+
+
+@pytest.fixture
+def served(recordings, recipe):
+    """Return a layer in inference whose calls are replayed, and a function that counts replays."""
+    moe = make_moe(recipe, bias=True).eval()
+
+    def count(seed, rows=9):
+        return count_replays(recordings, lambda: serve(moe, tokens(seed, rows)))
+
+    assert [count(seed) for seed in range(4)] == [0, 0, 1, 1]
+    return moe, count
+
+
+@pytest.mark.emulated
+@every_recipe
+def test_inference_reads_changed_weights(served):
+    moe, count = served
     with torch.no_grad():
         moe.experts.gate_up.weight.mul_(1.5)
         moe.router.weight.copy_(moe.router.weight.flip(0))
-    assert serves(5) == 1
+    assert count(5) == 1
     moe.experts.down.weight.data = moe.experts.down.weight.data.neg()
-    assert serves(6) == 1
+    assert count(6) == 1
+
+
+@pytest.mark.emulated
+@every_recipe
+def test_other_options_and_sizes_are_not_replayed(served):
+    moe, count = served
     moe.router.renormalize = False
-    assert serves(7) == 0
-    assert serves(8, count=5) == 0
-    moe.router.renormalize = True
-    seen = []
-    hook = moe.router.register_forward_hook(lambda *args: seen.append(args))
-    assert [serves(seed) for seed in range(3)] == [2, 3, 3]  # experts, routing and then the router
+    assert count(7) == 0
+    assert count(8, rows=5) == 0
+    check(lambda: serve(moe, tokens(1, 18)[::2]))
+
+
+@pytest.mark.emulated
+@every_recipe
+def test_a_hook_of_the_router_is_called(served):
+    moe, count = served
+    calls = []
+    hook = moe.router.register_forward_hook(lambda *args: calls.append(args))
+    # The hook splits the layer: experts, routing and router are replayed separately.
+    assert [count(seed) for seed in range(3)] == [0, 3, 3]
     hook.remove()
-    assert len(seen) == 6
-    check(lambda: serve(tokens(1, 18)[::2]))
+    assert len(calls) == 6
+
+
+@pytest.mark.emulated
+@every_recipe
+def test_observed_calls_are_not_replayed(served, recordings):
+    moe, _ = served
     before = len(recordings)
     with backend(EMULATED):
         with FlopCounterMode(display=False) as flops:
-            serve(tokens(1))
+            serve(moe, tokens(1))
         with torch.profiler.profile() as profile:
-            serve(tokens(1))
+            serve(moe, tokens(1))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            assert serve(mode.from_tensor(tokens(1)))[0].fake_mode is mode
+            assert serve(moe, mode.from_tensor(tokens(1)))[0].fake_mode is mode
     assert flops.get_total_flops() > 0
     assert "cute_kernels::moe_combine" in {e.name for e in profile.events()}
     assert len(recordings) == before
 
 
-WAYS = {
-    "plain": {},
-    "recompute": {"recompute": True, "bias": True},
-    "fused": {"fuse_wgrad_accumulation": True},
-    "apart": {"single_parameter": False},
+#: Options of the layer, and the passes of a step that are replayed.
+LAYERS = {
+    "plain": ({}, 5),
+    "recompute": ({"recompute": True, "bias": True}, 5),
+    "fused": ({"fuse_wgrad_accumulation": True}, 4),
+    "separate parameters": ({"single_parameter": False}, 4),
 }
+
+
+def train(recordings, moe, seed, **options):
+    """Run a training step, change a weight, and return the number of replayed passes."""
+    replays = count_replays(
+        recordings,
+        lambda: step(moe, tokens(seed), **options) + [p.main_grad for p in moe.parameters()],
+    )
+    with torch.no_grad():
+        next(moe.experts.down.parameters()).add_(0.1)
+    return replays
 
 
 @pytest.mark.emulated
 @every_recipe
-@pytest.mark.parametrize("way", list(WAYS))
-def test_steps(recordings, recipe, way):
-    """Forward and backward of router and experts; those of experts not where they are written, or
-    cut, elsewhere.
-    """
-    moe, passes = moe_of(recipe, **WAYS[way]), 5 if way in ("plain", "recompute") else 4
+@pytest.mark.parametrize(("options", "passes"), LAYERS.values(), ids=LAYERS)
+def test_training_steps_are_replayed(recordings, recipe, options, passes):
+    """Passes of the experts that write gradients elsewhere, or separate ones, are not replayed."""
+    moe = make_moe(recipe, **options)
+    assert [train(recordings, moe, seed) for seed in range(4)] == [0, 0, passes, passes]
 
-    def steps(seed, **options):
-        before = len(recordings)
-        check(lambda: step(moe, tokens(seed), **options) + [p.main_grad for p in moe.parameters()])
-        with torch.no_grad():
-            next(moe.experts.down.parameters()).add_(0.1)
-        return len(recordings) - before
 
-    assert [steps(seed) for seed in range(4)] == [0, 0, passes, passes]
-    if way != "plain":
-        return
-    # Gradients that lie otherwise in memory, and of frozen parameters.
-    assert [steps(seed, dy=lambda y: y.T.contiguous().T) for seed in range(3)] == [4, 4, 5]
+@pytest.mark.emulated
+@every_recipe
+def test_other_steps_are_replayed_separately(recordings, recipe):
+    """Strided gradients, a frozen router, and a backward hook change the passes of a step."""
+    moe = make_moe(recipe)
+    assert [train(recordings, moe, seed) for seed in range(3)] == [0, 0, 5]
+    strided = {"dy": lambda y: y.T.contiguous().T}
+    assert [train(recordings, moe, seed, **strided) for seed in range(3)] == [4, 4, 5]
     moe.router.requires_grad_(False)
-    assert [steps(seed) for seed in range(3)] == [4, 4, 5]
+    assert [train(recordings, moe, seed) for seed in range(3)] == [4, 4, 5]
     moe.router.requires_grad_(True)
-    seen = []
-    hook = moe.experts.register_full_backward_hook(lambda *args: seen.append(args))
-    assert steps(5) == passes and len(seen) == 2
+    calls = []
+    hook = moe.experts.register_full_backward_hook(lambda *args: calls.append(args))
+    assert train(recordings, moe, 5) == 5 and len(calls) == 2
     hook.remove()
+
+
+@pytest.mark.emulated
+@every_recipe
+def test_a_second_derivative_raises(recordings, recipe):
+    moe = make_moe(recipe)
     with backend(EMULATED):
+        for seed in range(3):
+            step(moe, tokens(seed))
+        assert recordings
         x = tokens(0).requires_grad_()
         (dx,) = torch.autograd.grad(moe(x).float().square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="differentiated twice"):
@@ -149,11 +196,11 @@ def test_steps(recordings, recipe, way):
 
 
 @pytest.mark.emulated
-def test_steps_of_two_threads(recordings):
-    moe, found = moe_of(), {}
+def test_two_threads_replay_steps(recordings):
+    moe, results = make_moe(), {}
 
     def run(seed):
-        found[seed] = [step(moe, tokens(seed)) for _ in range(3)]
+        results[seed] = [step(moe, tokens(seed)) for _ in range(3)]
 
     with backend(EMULATED):
         expected = {seed: step(moe, tokens(seed)) for seed in range(2)}
@@ -163,15 +210,16 @@ def test_steps_of_two_threads(recordings):
         for thread in threads:
             thread.join()
     assert recordings
-    for seed, made in found.items():
-        for one in made:
-            assert_all_same(one, expected[seed])
+    for seed, steps in results.items():
+        for tensors in steps:
+            assert_all_same(tensors, expected[seed])
 
 
-def count(ids, rows):
+def route_and_combine(ids, rows):
+    """Return tensors that ops compute, and a value that is no tensor."""
     offs, token, _, row = ops.compute_routing(ids, 3)
-    made = ops.moe_gather(rows, token) + 1
-    return [ops.moe_combine(made, row, None, F32), offs], "more"
+    gathered = ops.moe_gather(rows, token) + 1
+    return [ops.moe_combine(gathered, row, None, F32), offs], "more"
 
 
 def values(width=16):
@@ -179,58 +227,59 @@ def values(width=16):
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("what", ["reads", "foreign", "same", "aligned"])
-def test_what_is_not_repeated(recordings, what):
+@pytest.mark.parametrize("cause", ["reads", "foreign", "same", "aligned"])
+def test_calls_that_cannot_be_replayed(recordings, cause):
     foreign = torch.ones(())
 
     def function(ids, rows):
-        found, more = count(ids, rows)
-        if what == "reads" and found[1][0].item() < 0:
-            return [found[0]], more
-        if what == "foreign":
-            found[0] = found[0] * foreign
-        return found, more
+        results, more = route_and_combine(ids, rows)
+        if cause == "reads" and results[1][0].item() < 0:
+            return [results[0]], more
+        if cause == "foreign":
+            results[0] = results[0] * foreign
+        return results, more
 
     with backend(EMULATED):
         for i in range(4):
             ids, rows = values()
-            tensors = [ids, rows, rows] if what == "same" else [ids, rows]
-            if what == "aligned" and i == 3:
+            tensors = [ids, rows, rows] if cause == "same" else [ids, rows]
+            if cause == "aligned" and i == 3:
                 tensors[1] = rows = torch.empty(49, dtype=rows.dtype)[1:].view(3, 16).copy_(rows)
             got, more = replay.replayed(
-                what, tensors, lambda _, ids=ids, rows=rows: function(ids, rows)
+                cause, tensors, lambda _, ids=ids, rows=rows: function(ids, rows)
             )
             assert more == "more"
-            assert_all_same(got, count(ids, rows)[0])
-    assert len(recordings) == (what == "aligned")
+            assert_all_same(got, route_and_combine(ids, rows)[0])
+    assert len(recordings) == (cause == "aligned")
 
 
 @pytest.mark.emulated
-def test_guards_of_calls_alike(recordings, monkeypatch):
-    """They are made once, though calls differ by turns in what their key leaves out."""
-    made, guard = [], replay.Recording.guard
+def test_calls_with_the_same_key_keep_their_guards(recordings, monkeypatch):
+    """Guards are made once, though calls alternate between widths, which the key omits."""
+    guarded, guard = [], replay.Recording.guard
     monkeypatch.setattr(
-        replay.Recording, "guard", lambda *args: (made.append(args[0]), guard(*args))[1]
+        replay.Recording, "guard", lambda *args: (guarded.append(args[0]), guard(*args))[1]
     )
     with backend(EMULATED):
         for _ in range(6):
             for width in (16, 32):
                 ids, rows = values(width)
-                got, _ = replay.replayed("alike", [ids, rows], lambda given: count(*given))
-                assert_all_same(got, count(ids, rows)[0])
-    assert len(made) == 2 and len(recordings) == 8
+                got, _ = replay.replayed(
+                    "alike", [ids, rows], lambda arguments: route_and_combine(*arguments)
+                )
+                assert_all_same(got, route_and_combine(ids, rows)[0])
+    assert len(guarded) == 2 and len(recordings) == 8
 
 
 @pytest.mark.emulated
-def test_memory_ends_where_it_did(recordings):
-    """Temporary tensors of a repeated call are let go as they are read."""
+def test_temporary_tensors_are_freed_once_read(recordings):
+    """A replayed call frees each temporary tensor after its last use."""
     with backend(EMULATED):
         for _ in range(3):
             ids, rows = values()
-            replay.replayed("memory", [ids, rows], lambda given: count(*given))
+            replay.replayed("memory", [ids, rows], lambda arguments: route_and_combine(*arguments))
     (recording,) = recordings
-    made = [step[2] for step in recording.steps if step[2]]
-    ended = [i for step in recording.steps for i in step[3]]
-    assert (
-        len(set(ended)) == len(ended) == len(made)
-    )  # With two that were given, without two that are returned.
+    created = [step[2] for step in recording.steps if step[2]]
+    freed = [i for step in recording.steps for i in step[3]]
+    # Two arguments are freed as well, and two results are not.
+    assert len(set(freed)) == len(freed) == len(created)

@@ -1,3 +1,5 @@
+"""Schemas of the ops: opcheck, fakes, out forms, versions, and compiled code."""
+
 import functools
 
 import pytest
@@ -30,7 +32,7 @@ from tests.helpers import (
     sample,
 )
 
-from .test_adamw import arguments as updating
+from .test_adamw import arguments as adamw_arguments
 from .test_layouts import CALLS
 
 OFFS = offs_from_splits((5, 0, 8))
@@ -79,9 +81,10 @@ def copy_of(text, columnwise=False, uniform=None):
 
 
 def fp8_cases(a, b):
+    """Return cases of all GEMMs for operands in these formats."""
     texts, alpha = {"a_format": a, "b_format": b}, torch.rand(3)
     accumulation = ("split",) if a == "fp8" else ()
-    everything = (torch.rand(3, 64), alpha, True, F32)
+    all_options = (torch.rand(3, 64), alpha, True, F32)
 
     def weights(columnwise):
         return copy_of(b, columnwise, (3, 32, 64) if columnwise else (3, 8, 32))
@@ -90,30 +93,35 @@ def fp8_cases(a, b):
         codes, *scales = weights(transpose_b)
         return (x(), codes, OFFS, scales, a, b, *options)
 
-    def dgrad(left, **formats):
-        return m_grouped_arguments(left, weights(True), OFFS, *everything, **formats)
+    def dgrad(a_operand, **formats):
+        return m_grouped_arguments(a_operand, weights(True), OFFS, *all_options, **formats)
 
-    def fprop(left, **formats):
-        return m_grouped_arguments(left, weights(False), OFFS, **formats)
+    def fprop(a_operand, **formats):
+        return m_grouped_arguments(a_operand, weights(False), OFFS, **formats)
 
     def wgrad():
-        left, right = (copy_of(text, True) for text in (a, a))
-        return k_grouped_arguments(left, right, OFFS, alpha, a_format=a, b_format=a)
+        dy, x = (copy_of(text, True) for text in (a, a))
+        return k_grouped_arguments(dy, x, OFFS, alpha, a_format=a, b_format=a)
 
-    half = functools.partial(x, dtype=F16)
-    m, quantize, k = "m_grouped_gemm", "m_grouped_quantize_gemm", "k_grouped_gemm"
+    x16 = functools.partial(x, dtype=F16)
+    m_gemm, quantize_gemm, k_gemm = "m_grouped_gemm", "m_grouped_quantize_gemm", "k_grouped_gemm"
     return [
-        (m, f"{a} fprop", lambda: (*fprop(copy_of(a), **texts), *accumulation)),
-        (m, f"{a} dgrad, everything", lambda: (*dgrad(copy_of(a), **texts), *accumulation)),
-        (m, f"plain x {b} fprop", lambda: fprop(half(), b_format=b)),
-        (m, f"plain x {b} dgrad", lambda: dgrad(half(), b_format=b)),
-        (quantize, f"{a} fprop", lambda: quantizing(False)),
-        (quantize, f"{a} dgrad", lambda: quantizing(True, *everything, False, None, *accumulation)),
-        (k, a, lambda: (*wgrad(), *accumulation)),
+        (m_gemm, f"{a} fprop", lambda: (*fprop(copy_of(a), **texts), *accumulation)),
+        (m_gemm, f"{a} dgrad, everything", lambda: (*dgrad(copy_of(a), **texts), *accumulation)),
+        (m_gemm, f"plain x {b} fprop", lambda: fprop(x16(), b_format=b)),
+        (m_gemm, f"plain x {b} dgrad", lambda: dgrad(x16(), b_format=b)),
+        (quantize_gemm, f"{a} fprop", lambda: quantizing(False)),
+        (
+            quantize_gemm,
+            f"{a} dgrad",
+            lambda: quantizing(True, *all_options, False, None, *accumulation),
+        ),
+        (k_gemm, a, lambda: (*wgrad(), *accumulation)),
     ]
 
 
 def inverse(top_k):
+    """Return token and row of a routing, with a missing pair."""
     order = torch.arange(ROWS * top_k - 1, -1, -1, dtype=I32)
     row = order.clone().view(ROWS, top_k)
     row[4, 0] = -1
@@ -127,7 +135,7 @@ def weights_and_pairs():
 
 
 HADAMARD, STOCHASTIC = "nvfp4:hadamard", "nvfp4:block=16x16,stochastic_rounding"
-#: No amax; directions.
+#: Arguments (amax, rowwise, columnwise).
 BOTH, BY_ROWS = (None, True, True), (None, True, False)
 
 
@@ -135,8 +143,8 @@ def everything():
     return torch.rand(3, 16), torch.rand(3), True, F32
 
 
-#: Arguments of the cases that are not among ``CALLS``, by op: gradients, other options.
-BY_OP = {
+#: More cases than ``CALLS``, by op: gradients and other options.
+CASES_OF_OPS = {
     "compute_offsets": {"int64": lambda: (torch.tensor([3, 0, 4]), 16, torch.int64)},
     "moe_route": {
         "softmax": lambda: (x(grad=True), None, None, 2),
@@ -269,12 +277,12 @@ BY_OP = {
 }
 CASES = [
     *[(op, name, make) for name, (op, make) in CALLS.items()],
-    *[(op, name, make) for op, cases in BY_OP.items() for name, make in cases.items()],
+    *[(op, name, make) for op, cases in CASES_OF_OPS.items() for name, make in cases.items()],
     *fp8_cases("fp8", "fp8:dtype=e5m2"),
     *fp8_cases("fp8_block:pow2_scales=false", "fp8_block:block=128x128"),
     *fp8_cases("mxfp8", "mxfp8:block=32x32"),
 ]
-#: Formats of other scales and columnwise copies: blocks and slots, squares, and a shared level.
+#: Formats with other scales and columnwise copies: blocks, slots, squares, a shared scale.
 TEXTS = ("fp8", "mxfp8", "mxfp8:block=32x32", "fp8_block", "fp8_block:block=128x128")
 
 
@@ -302,6 +310,7 @@ each_case = pytest.mark.parametrize(
 
 
 def outputs_like(name, results, make=poisoned):
+    """Return outputs for the out form of an op, by name."""
     schema = getattr(ops, f"{name}_out").default._schema
     (out,) = (a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
     if isinstance(results, torch.Tensor):
@@ -309,7 +318,7 @@ def outputs_like(name, results, make=poisoned):
     return {out: [make(t.detach()) for t in results]}
 
 
-mapped = functools.partial(tree_map_only, torch.Tensor)
+map_tensors = functools.partial(tree_map_only, torch.Tensor)
 
 
 def tensors(arguments):
@@ -317,16 +326,16 @@ def tensors(arguments):
 
 
 def detached(arguments):
-    return mapped(torch.Tensor.detach, arguments)
+    return map_tensors(torch.Tensor.detach, arguments)
 
 
-def registered():
+def registered_ops():
     return {name.split("::")[1] for name in registration._LIBRARY._op_defs}
 
 
-#: Ops that write their arguments, which have tests of their own.
+#: Ops that write their arguments; they have separate tests.
 IN_PLACE = {
-    "adamw_quantize": lambda: updating("nvfp4:block=16x16", (2, 3, 32)),
+    "adamw_quantize": lambda: adamw_arguments("nvfp4:block=16x16", (2, 3, 32)),
     "delayed_scaling_update": lambda: (
         x(3),
         torch.ones(3),
@@ -340,18 +349,18 @@ IN_PLACE = {
 
 def test_every_op_has_a_case():
     named = {name for name, _, _ in CASES}
-    assert named | {f"{name}_out" for name in named} | set(IN_PLACE) == registered()
+    assert named | {f"{name}_out" for name in named} | set(IN_PLACE) == registered_ops()
 
 
 @pytest.mark.parametrize(
     ("name", "make"), [pytest.param(name, make, id=name) for name, make in IN_PLACE.items()]
 )
-def test_versions_count_what_is_written_in_place(name, make):
-    op, given = getattr(ops, name).default, make()
-    opcheck(op, given)
-    before = [[t._version for t in tensors(value)] for value in given]
-    op(*given)
-    for argument, value, versions in zip(op._schema.arguments, given, before, strict=False):
+def test_in_place_ops_bump_versions_of_their_outputs(name, make):
+    op, arguments = getattr(ops, name).default, make()
+    opcheck(op, arguments)
+    before = [[t._version for t in tensors(value)] for value in arguments]
+    op(*arguments)
+    for argument, value, versions in zip(op._schema.arguments, arguments, before, strict=False):
         is_written = argument.alias_info is not None
         assert [
             t._version > version for t, version in zip(tensors(value), versions, strict=True)
@@ -371,15 +380,13 @@ def test_opcheck(name, make):
 
 
 @each_case
-def test_all_forms_agree_and_inputs_stay(name, make):
-    """The functional one, that without the dispatcher, that of fake tensors, and that into given
-    outputs.
-    """
+def test_all_forms_agree_and_inputs_are_unchanged(name, make):
+    """Functional, without the dispatcher, on fake tensors, and into given outputs."""
     arguments = detached(make())
-    before = mapped(torch.Tensor.clone, arguments)
+    before = map_tensors(torch.Tensor.clone, arguments)
     results = getattr(ops, name)(*arguments)
     direct = getattr(cute_kernels.ops, name)(*arguments)
-    fakes = getattr(ops, name)(*mapped(lambda t: t.to("meta"), arguments))
+    fakes = getattr(ops, name)(*map_tensors(lambda t: t.to("meta"), arguments))
     assert type(direct) is type(fakes) is type(results)
     assert_all_same(tensors(direct), tensors(results))
     for fake, real in zip(tensors(fakes), tensors(results), strict=True):
@@ -387,13 +394,13 @@ def test_all_forms_agree_and_inputs_stay(name, make):
         assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
     outputs = outputs_like(
         name, results, torch.zeros_like
-    )  # where an op does not write, the functional form has zeros
+    )  # the functional form has zeros where an op does not write
     assert getattr(ops, f"{name}_out")(*arguments, **outputs) is None
     assert_all_same(tensors(outputs), tensors(results))
     assert_all_same(tensors(arguments), tensors(before))
 
 
-def test_out_form_takes_any_pitch():
+def test_out_forms_take_any_pitch():
     data = x(48)
     want = ops.grouped_quantize(data, "nvfp4", OFFS)
     for pitch in (24, 32, 40):
@@ -403,7 +410,7 @@ def test_out_form_takes_any_pitch():
 
 
 @pytest.mark.compile
-def test_compile_once_for_all_sizes_and_offsets():
+def test_one_graph_serves_all_sizes_and_offsets():
     graphs = GraphRecorder()
 
     def step(a, b, offs, ids):
@@ -418,31 +425,31 @@ def test_compile_once_for_all_sizes_and_offsets():
     b = sample(3, 24, 32)
     for splits in ((40, 0, 33), (300, 5, 9), (2, 2, 2)):
         a, offs = sample(sum(splits) + 3, 32), offs_from_splits(splits)
-        given = a, b, offs, torch.randint(-1, 6, (len(a), 2))
-        assert_all_same(compiled(*given), step(*given))
+        arguments = a, b, offs, torch.randint(-1, 6, (len(a), 2))
+        assert_all_same(compiled(*arguments), step(*arguments))
     assert len(graphs) == 1
 
 
 @each_case
-def test_every_out_form_bumps_what_it_writes_and_nothing_else(monkeypatch, name, make):
-    """Whatever computes: PyTorch counts writes of the reference by itself, not those of kernels."""
+def test_out_forms_bump_versions_of_their_outputs_only(monkeypatch, name, make):
+    """PyTorch counts writes of the reference by itself, but not those of kernels."""
     arguments = detached(make())
     outputs = outputs_like(name, getattr(ops, name)(*arguments))
     monkeypatch.setattr(CallPlan, "compute_into", lambda *args, **options: None)
-    given = tensors(outputs)
-    before = [t._version for t in given]
+    output_tensors = tensors(outputs)
+    before = [t._version for t in output_tensors]
     read = [t._version for t in tensors(arguments)]
     getattr(ops, f"{name}_out")(*arguments, **outputs)
-    assert all(t._version > v for t, v in zip(given, before, strict=True))
+    assert all(t._version > v for t, v in zip(output_tensors, before, strict=True))
     assert [t._version for t in tensors(arguments)] == read
 
 
-@pytest.mark.parametrize("where", ["reference", "reference:sm_90a", "emulated:sm_100a"])
-def test_a_buffer_saved_for_backward_and_then_overwritten_raises(where):
+@pytest.mark.parametrize("backend_name", ["reference", "reference:sm_90a", "emulated:sm_100a"])
+def test_overwriting_a_buffer_saved_for_backward_raises(backend_name):
     x = sample(15, 32)
     amax = torch.ones(3)
     y = (torch.rand(3, requires_grad=True) * amax).sum()
-    with backend(where):
+    with backend(backend_name):
         ops.grouped_amax_out(x, OFFS, amax=amax)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()

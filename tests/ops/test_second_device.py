@@ -1,5 +1,6 @@
-"""Tensors on a GPU that is not the current one: tensors of the CPU say so, and kernels note their
-arguments.
+"""Tensors on a GPU that is not the current one.
+
+CPU tensors pretend to be there, and kernels record their arguments instead of running.
 """
 
 from types import SimpleNamespace
@@ -19,17 +20,19 @@ from tests.helpers import BF16, F32, I32, ops
 
 from .test_layouts import CALLS
 
-#: Fake tensors on a second GPU: PyTorch looks for it where there is a first one.
+#: PyTorch checks that a second GPU exists if there is a first one.
 needs_no_gpu = pytest.mark.skipif(
     torch.cuda.device_count() == 1, reason="there is a GPU, and no second one"
 )
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
-#: Capability of the second GPU; the first has the other.
+#: Compute capability of the second GPU; the first one has the other.
 CAPABILITIES = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
 NUM_SMS = {FIRST: 132, SECOND: 148}
 
 
 class OnSecond(torch.Tensor):
+    """A CPU tensor that claims to be on the second GPU."""
+
     device = SECOND
     is_cuda = True
 
@@ -39,6 +42,8 @@ def on_second(value):
 
 
 class Kernels:
+    """Compiler whose kernels record their arguments and do nothing."""
+
     def __init__(self, arch):
         self.arch = arch
         self.architectures, self.calls = set(), []
@@ -50,9 +55,9 @@ class Kernels:
 
 @pytest.fixture(params=CAPABILITIES)
 def kernels(monkeypatch, request):
-    """Two GPUs, the first of them current, and kernels that do nothing."""
-    (other,) = CAPABILITIES.keys() - {request.param}
-    capabilities = [CAPABILITIES[other], CAPABILITIES[request.param]]
+    """Pretend to have two GPUs, of which the first is current, and kernels that do nothing."""
+    (first_arch,) = CAPABILITIES.keys() - {request.param}
+    capabilities = [CAPABILITIES[first_arch], CAPABILITIES[request.param]]
     caches = (_index_architecture, backend._resolve, launch.launcher)
     kernels, empty_strided = Kernels(request.param), torch.empty_strided
 
@@ -78,7 +83,7 @@ def kernels(monkeypatch, request):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
         allocator, "get_current_device", torch.cuda.current_device
-    )  # What CUDA builds have in its place.
+    )  # CUDA builds use this function
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch, "empty_strided", allocate)
@@ -102,7 +107,7 @@ OPS = {cls.name: cls for cls in all_subclasses(Op) if hasattr(cls, "name")}
 
 
 def is_only_on_sm90(op):
-    """Whether there is no kernel on sm_100a, or the op calls two others."""
+    """Return True if the op has no kernel of its own on sm_100a."""
     return (
         "activate" in op.name
         or op.name == "m_grouped_quantize_gemm"
@@ -111,7 +116,7 @@ def is_only_on_sm90(op):
 
 
 @pytest.mark.parametrize(("name", "make"), CALLS.values(), ids=CALLS)
-def test_plans_workspaces_and_launches(kernels, name, make):
+def test_plans_and_launches_use_the_second_gpu(kernels, name, make):
     op = OPS[name](*tree_map(on_second, make()))
     if kernels.arch == "sm_100a" and is_only_on_sm90(op):
         pytest.skip("no kernel of its own")
@@ -120,8 +125,10 @@ def test_plans_workspaces_and_launches(kernels, name, make):
     assert (chosen.name, chosen.arch) == ("cuda", kernels.arch)
     outputs = op.plan(chosen).compute(op)
     assert kernels.architectures == {kernels.arch} and kernels.calls
-    given = [a for call in kernels.calls for a in call if isinstance(a, torch.Tensor)]
-    assert given and {t.device for t in (*outputs, *given) if t is not None} == {SECOND}
+    kernel_tensors = [a for call in kernels.calls for a in call if isinstance(a, torch.Tensor)]
+    assert kernel_tensors and {t.device for t in (*outputs, *kernel_tensors) if t is not None} == {
+        SECOND
+    }
     counts = [
         {a for a in call if type(a) is int}
         for call in kernels.calls
@@ -130,15 +137,15 @@ def test_plans_workspaces_and_launches(kernels, name, make):
     assert all(148 in count for count in counts)
 
 
-def test_fresh_tensors_are_made_where_they_belong(kernels, monkeypatch):
-    """Inductor's allocator makes them on the current device, so it serves that one alone."""
+def test_new_tensors_are_on_the_right_device(kernels, monkeypatch):
+    """Inductor's allocator uses the current device, so it serves that device only."""
     spec = BufferSpec((2, 3), F32)
     (out,) = Allocator([spec], SECOND).make()
     assert out.device == SECOND and out.shape == (2, 3)
-    made = []
-    monkeypatch.setattr(allocator, "empty_strided_cuda", lambda *args: made.append(args))
+    allocations = []
+    monkeypatch.setattr(allocator, "empty_strided_cuda", lambda *args: allocations.append(args))
     Allocator([spec], FIRST).make()
-    assert made == [((2, 3), (3, 1), F32)]
+    assert allocations == [((2, 3), (3, 1), F32)]
 
 
 @needs_no_gpu
@@ -160,7 +167,7 @@ def test_fakes_are_on_the_device_of_the_operands(name, make):
 
 
 @needs_no_gpu
-def test_operands_of_two_devices_are_refused():
+def test_operands_on_two_devices_are_refused():
     with FakeTensorMode():
         x = torch.empty(8, 64, dtype=BF16, device=SECOND)
         offs = torch.empty(2, dtype=I32, device=FIRST)

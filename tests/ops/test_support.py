@@ -1,4 +1,4 @@
-"""The support table against the ops: what it says runs, runs; what it denies raises its reason."""
+"""The capability table against the ops: supported calls run, others raise the table's reason."""
 
 import re
 from itertools import product
@@ -26,10 +26,10 @@ from tests.helpers import (
 from tests.helpers import DTYPES as FLOATS
 from tests.unit.test_capability import FORMATS
 
-#: Formats of which calls take the scales of each group.
+#: Formats whose calls take one scale per group.
 SCALED = {fmt for fmt in FORMATS if fmt is not None and fmt.has_given_scale}
-#: What no call says: a format of an op that takes none, or none of one that quantizes or decodes.
-UNSAYABLE = {
+#: Combinations that no call can express: a format for ops on plain tensors, or a missing one.
+INEXPRESSIBLE = {
     *product(
         (op for op in OPS if (op, None) in capability._RUNS and op != "grouped_gemm"), FORMATS[1:]
     ),
@@ -46,7 +46,7 @@ UNSAYABLE = {
     *(("grouped_gemm_w4a8", fmt) for fmt in FORMATS if fmt is not None and fmt.element.bits < 8),
     *product(("delayed_scaling_update",), set(FORMATS) - SCALED),
 }
-#: Variants that share kernels' skeletons and are run on one architecture here.
+#: Variants that run on one architecture only here, because they share most of their kernels.
 RUN_ON = {
     NVFP4(hadamard=True, stochastic_rounding=True): "sm_100a",
     NVFP4(four_over_six=True): "sm_90a",
@@ -54,49 +54,50 @@ RUN_ON = {
 OFFS = offs_from_splits((4, 0, 2))
 K, N = 32, 16
 DTYPES = (*FLOATS.values(), torch.float64, I32, torch.int64)
-#: Formats whose codes are packed, so that their bits can be in another order.
+#: Formats with packed codes, whose bits can be reordered.
 PACKED = (NVFP4(), NVFP4(block=(16, 16)))
 
 
 def combinations():
+    """Yield op, format, architecture, dtype and prepacked, with ids and marks."""
     for op, fmt, arch, prepacked in product(OPS, FORMATS, ARCHITECTURES, (False, True)):
-        if (op, fmt) in UNSAYABLE or prepacked and not (fmt in PACKED and op == "grouped_gemm"):
+        if (op, fmt) in INEXPRESSIBLE or prepacked and not (fmt in PACKED and op == "grouped_gemm"):
             continue
         if arch not in ("reference", RUN_ON.get(fmt, arch)):
             continue
-        taken = [d for d in DTYPES if d in capability._DTYPES[op]]
-        allowed = [d for d in taken if support(op, fmt, arch, dtype=d, prepacked=prepacked)]
-        # No GEMM quantizes on the way to a format that takes scales: then nothing has a dtype.
+        table_dtypes = [d for d in DTYPES if d in capability._DTYPES[op]]
+        allowed = [d for d in table_dtypes if support(op, fmt, arch, dtype=d, prepacked=prepacked)]
+        # No GEMM quantizes on the fly to formats with given scales, so no operand has a dtype.
         has_dtype = op != "grouped_gemm_w4a8" and not (op == "grouped_gemm" and fmt in SCALED)
-        for dtype in DTYPES if allowed and has_dtype else taken[:1]:
-            # On the emulator one dtype runs; tests of the kernels have the others.
+        for dtype in DTYPES if allowed and has_dtype else table_dtypes[:1]:
+            # The emulator runs one dtype here; kernel tests cover the others.
             if dtype not in allowed or arch == "reference" or dtype == allowed[0]:
-                title = fmt.text if fmt else "plain"
-                name = "-".join((op, title + " prepacked" * prepacked, arch, str(dtype)))
+                format_name = fmt.text if fmt else "plain"
+                name = "-".join((op, format_name + " prepacked" * prepacked, arch, str(dtype)))
                 marks = () if arch == "reference" else pytest.mark.emulated
                 yield pytest.param(op, fmt, arch, dtype, prepacked, id=name, marks=marks)
 
 
-def given_of(fmt):
+def extra_arguments(fmt):
     return {
         "scale": torch.rand(len(OFFS)) if fmt.has_given_scale else None,
         "seed": torch.tensor([1, 2]) if fmt.is_stochastic else None,
     }
 
 
-def held(fmt, uniform=False, columnwise=False):
-    """What a reader of one direction needs, as the reference made it; zeros if nothing makes it."""
+def operand_tensors(fmt, uniform=False, columnwise=False):
+    """Return the tensors of one copy by the reference, or zeros if nothing quantizes the format."""
     shape, offs = ((len(OFFS), N, K), None) if uniform else ((6, K), OFFS)
     directions = {"rowwise": not columnwise, "columnwise": columnwise}
     if support("grouped_quantize", fmt, "reference"):
         with backend("reference"):
-            made = ops.grouped_quantize(
-                sample(*shape), fmt.text, offs, **directions, **given_of(fmt)
+            tensors = ops.grouped_quantize(
+                sample(*shape), fmt.text, offs, **directions, **extra_arguments(fmt)
             )
     else:
         specs = buffers(fmt, shape, None if uniform else len(OFFS), **directions)
-        made = [spec.allocate(OFFS.device, True) for spec in specs.values()]
-    named = dict(zip(fmt.buffer_names(columnwise), made, strict=True))
+        tensors = [spec.allocate(OFFS.device, True) for spec in specs.values()]
+    named = dict(zip(fmt.buffer_names(columnwise), tensors, strict=True))
     return [named[name] for name in fmt.operand_names(columnwise)]
 
 
@@ -113,15 +114,15 @@ def grouped_quantize(fmt, dtype):
             with pytest.raises(TypeError, match="must be bfloat16"):
                 grouped.quantize(x, fmt, columnwise=True)
             return
-        ops.grouped_quantize(x, fmt.text, None, None, True, columnwise, **given_of(fmt))
-        ops.grouped_quantize(x[0], fmt.text, OFFS, None, True, columnwise, **given_of(fmt))
-    grouped.quantize(x, fmt, columnwise=True, **given_of(fmt))
+        ops.grouped_quantize(x, fmt.text, None, None, True, columnwise, **extra_arguments(fmt))
+        ops.grouped_quantize(x[0], fmt.text, OFFS, None, True, columnwise, **extra_arguments(fmt))
+    grouped.quantize(x, fmt, columnwise=True, **extra_arguments(fmt))
 
 
 def grouped_dequantize(fmt, dtype):
     for uniform, columnwise in product((False, True), (False, True)):
         rows, offs = (N, None) if uniform else (6, OFFS)
-        copy = held(fmt, uniform, columnwise)
+        copy = operand_tensors(fmt, uniform, columnwise)
         ops.grouped_dequantize(*dequantize_arguments(copy, fmt.text, rows, dtype, offs, columnwise))
 
 
@@ -135,32 +136,34 @@ def grouped_gemm(fmt, dtype, prepacked=False):
         return
     weight = per_group(fmt)
     texts = {"a_format": fmt.text, "b_format": weight.text}
-    b = held(weight, uniform=True)
+    b = operand_tensors(weight, uniform=True)
     if prepacked:
         b[0] = cute_kernels.prepack(b[0])
-    ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, prepacked=prepacked, **texts))
-    options = (None, None, False, None, prepacked, given_of(fmt)["seed"])
+    ops.m_grouped_gemm(
+        *m_grouped_arguments(operand_tensors(fmt), b, OFFS, prepacked=prepacked, **texts)
+    )
+    options = (None, None, False, None, prepacked, extra_arguments(fmt)["seed"])
     if not fmt.has_given_scale:
         ops.m_grouped_quantize_gemm(plain, b[0], OFFS, b[1:], *texts.values(), *options)
     if not prepacked:
-        columns = held(fmt, columnwise=True)
+        columns = operand_tensors(fmt, columnwise=True)
         texts["b_format"] = fmt.text
         ops.k_grouped_gemm(*k_grouped_arguments(columns, columns, OFFS, **texts))
 
 
 def grouped_gemm_w4a16(fmt, dtype):
     x = sample(6, K, dtype=dtype)
-    with backend("reference"):  # it quantizes what others only multiply
-        weights = grouped.quantize(sample(len(OFFS), N, K), fmt, **given_of(fmt))
+    with backend("reference"):  # only the reference quantizes all of these formats
+        weights = grouped.quantize(sample(len(OFFS), N, K), fmt, **extra_arguments(fmt))
     grouped.grouped_gemm(x, weights, offs=OFFS)
     codes, scales = weights.rowwise.operand
     ops.m_grouped_gemm(*m_grouped_arguments(x, [codes, *scales], OFFS, b_format=fmt.text))
 
 
 def grouped_gemm_w4a8(fmt, dtype):
-    b = held(NVFP4(), uniform=True)
+    b = operand_tensors(NVFP4(), uniform=True)
     ops.m_grouped_gemm(
-        *m_grouped_arguments(held(fmt), b, OFFS, a_format=fmt.text, b_format="nvfp4")
+        *m_grouped_arguments(operand_tensors(fmt), b, OFFS, a_format=fmt.text, b_format="nvfp4")
     )
 
 
@@ -168,7 +171,7 @@ def delayed_scaling_update(fmt, dtype):
     ops.delayed_scaling_update(torch.ones(2, 3, dtype=dtype), torch.ones(3, dtype=dtype), fmt.text)
 
 
-#: Arguments of ops of plain tensors, made from one.
+#: Arguments of ops on plain tensors, made from one tensor.
 PLAIN = {
     "compute_offsets": lambda x: (x[:, 0],),
     "compute_routing": lambda x: (x[:, :2], 4),
@@ -195,13 +198,18 @@ def moe_quantize_gradient(fmt, dtype):
         False,
         torch.ones(6, 1),
         pair,
-        *[given_of(fmt)["scale"]] * 2,
+        *[extra_arguments(fmt)["scale"]] * 2,
     )
 
 
 _CALLS = (
-    *(delayed_scaling_update, moe_quantize_gradient, grouped_quantize, grouped_dequantize),
-    *(grouped_gemm, grouped_gemm_w4a16, grouped_gemm_w4a8),
+    delayed_scaling_update,
+    moe_quantize_gradient,
+    grouped_quantize,
+    grouped_dequantize,
+    grouped_gemm,
+    grouped_gemm_w4a16,
+    grouped_gemm_w4a8,
 )
 CALLS = {call.__name__: call for call in _CALLS}
 
@@ -214,16 +222,16 @@ def call(op, fmt, dtype, **options):
 
 
 @pytest.mark.parametrize(("op", "fmt", "arch", "dtype", "prepacked"), list(combinations()))
-def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
-    facts = {"prepacked": prepacked}
-    status = support(op, fmt, arch, dtype=dtype, **facts)
+def test_ops_agree_with_the_table(op, fmt, arch, dtype, prepacked):
+    packing = {"prepacked": prepacked}
+    status = support(op, fmt, arch, dtype=dtype, **packing)
     name = arch if arch == "reference" else f"emulated:{arch}"
-    options = facts if prepacked else {}
+    options = packing if prepacked else {}
     with backend(name):
         if status:
             call(op, fmt, dtype, **options)
-        elif support(op, fmt, arch, **facts):
-            # Nothing takes this dtype, or no tensor core does.
+        elif support(op, fmt, arch, **packing):
+            # The op does not take this dtype, or no tensor core does.
             error = UnsupportedError if support(op, fmt, "reference", dtype=dtype) else TypeError
             with pytest.raises(error, match=re.escape(str(dtype).removeprefix("torch."))):
                 call(op, fmt, dtype, **options)
@@ -233,13 +241,13 @@ def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
 
 
 @pytest.mark.parametrize("core", ["sm_90a", "sm_100a"])
-def test_a_reference_that_adds_like_a_tensor_core_takes_what_that_does(core):
+def test_a_tensor_core_reference_supports_what_its_kernels_do(core):
     with backend(f"reference:{core}"):
         for fmt, dtype in ((NVFP4(), BF16), (None, F32)):
-            facts = {} if fmt is None else {"prepacked": True}
-            status = support("grouped_gemm", fmt, core, dtype=dtype, **facts)
+            packing = {} if fmt is None else {"prepacked": True}
+            status = support("grouped_gemm", fmt, core, dtype=dtype, **packing)
             if status:
-                grouped_gemm(fmt, dtype, **facts)
+                grouped_gemm(fmt, dtype, **packing)
             else:
                 with pytest.raises(UnsupportedError, match=re.escape(status.reason)):
-                    grouped_gemm(fmt, dtype, **facts)
+                    grouped_gemm(fmt, dtype, **packing)

@@ -1,4 +1,4 @@
-"""``reference:sm_90a`` and ``reference:sm_100a``; their bits are in reference/test_tensor_core.py."""
+"""Ops on ``reference:sm_90a`` and ``reference:sm_100a``; numerics are tested in reference/."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ every_core = pytest.mark.parametrize("core", ("sm_90a", "sm_100a"))
 
 
 @every_core
-def test_fp32_operands_are_refused(core):
+def test_fp32_operands_raise(core):
     a, b = torch.ones(4, 16), torch.ones(1, 8, 16)
     out = poisoned(torch.empty(4, 8))
     before = out.clone()
@@ -40,35 +40,42 @@ def test_fp32_operands_are_refused(core):
 
 
 @every_core
-def test_backend_names_its_tensor_core(core):
+def test_the_backend_names_its_tensor_core(core):
     device = torch.device("cpu")
     assert active_backend(device).tensor_core is None
     with backend(f"reference:{core}"):
         chosen = active_backend(device)
         assert (chosen.arch, chosen.tensor_core) == ("reference", core)
-        # Everything that is no GEMM is the reference's.
+        # All ops but GEMMs equal those of the plain reference.
         x = sample(20, 32)
         got = ops.grouped_quantize(x, "nvfp4", offs_from_splits((20,)), columnwise=True)
     assert_all_same(got, ops.grouped_quantize(x, "nvfp4", offs_from_splits((20,)), columnwise=True))
 
 
 @every_core
-def test_quantizing_on_the_way_takes_the_choice(core):
+def test_quantizing_on_the_fly_takes_the_accumulation(core):
     for transpose_b in (False, True):
         case = Product(FP8_KINDS["fp8"], (3, 0, 5), 32, 288, transpose_b=transpose_b)
         for accumulation in (None, "fast", "split"):
             with backend(f"reference:{core}"):
                 want = ops.m_grouped_gemm(*case.arguments(), accumulation=accumulation)
                 got = ops.m_grouped_quantize_gemm(
-                    *(case.x, case.b[0], case.offs, case.b[1:], *case.pair),
-                    *(None, None, transpose_b, F32),
+                    case.x,
+                    case.b[0],
+                    case.offs,
+                    case.b[1:],
+                    *case.pair,
+                    None,
+                    None,
+                    transpose_b,
+                    F32,
                     accumulation=accumulation,
                 )
             assert_same_bytes(got, want)
 
 
 @every_core
-def test_grouped_takes_the_choice(core):
+def test_grouped_gemm_takes_the_accumulation(core):
     fmt = grouped.FP8()
     x = grouped.quantize(torch.randn(40, 256), fmt, offs=[10, 40], columnwise=True)
     w = grouped.quantize(torch.randn(2, 48, 256), fmt, columnwise=True)
@@ -76,24 +83,23 @@ def test_grouped_takes_the_choice(core):
     products = ((x, w, {}), (dy, w, {"transpose_b": True}), (dy, x, {}))
     defaults = ("fast", "split", "split")
     with backend(f"reference:{core}"):
-        for (a, b, way), default in zip(products, defaults, strict=True):
-            found = {}
+        for (a, b, gemm_options), default in zip(products, defaults, strict=True):
+            results = {}
             for accumulation in (None, "fast", "split"):
-                options = {"out_dtype": F32, "accumulation": accumulation, **way}
-                found[accumulation] = grouped.grouped_gemm(a, b, **options)
-                out = torch.empty_like(found[accumulation])
-                options = {"accumulation": accumulation, **way}
+                options = {"out_dtype": F32, "accumulation": accumulation, **gemm_options}
+                results[accumulation] = grouped.grouped_gemm(a, b, **options)
+                out = torch.empty_like(results[accumulation])
+                options = {"accumulation": accumulation, **gemm_options}
                 grouped.grouped_gemm(a, b, out=out, **options)
-                assert_same_bytes(out, found[accumulation])
-            assert_same_bytes(found[None], found[default])
+                assert_same_bytes(out, results[accumulation])
+            assert_same_bytes(results[None], results[default])
 
 
 @pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
 @pytest.mark.parametrize(
     "text", ["fp8:dtype=e5m2", "fp8_block", "fp8_block:block=128x128,pow2_scales=false", "mxfp8"]
 )
-def test_w4a8(text, transpose_b):
-    """Without a tensor core products are exact."""
+def test_w4a8_is_exact_without_a_tensor_core(text, transpose_b):
     case = Product((text, "nvfp4"), (3, 0, 5), 32, 288, transpose_b=transpose_b)
     exact = case.run()
     for _, rows, a, b in case.members():
