@@ -146,7 +146,7 @@ def support(
         arch: One of ``ARCHITECTURES``, or ``"reference:sm_90a"`` or ``"reference:sm_100a"``:
             the reference backend that accumulates like the tensor cores of that architecture.
             It supports what the architecture's kernels support, and some planned combinations.
-        dtype: Dtype of the plain operands, of the quantized input, or of the dequantized result;
+        dtype: Dtype of the plain operands, of the quantized input, or of the dequantized result.
             None for a dtype that the op supports everywhere, such as bf16.
         columnwise: The columnwise copy is requested, alone or with the rowwise copy.
         prepacked: The weights come from ``cute_kernels.prepack``.

@@ -51,7 +51,7 @@ class Plan:
         memory: Bytes, see ``planner.layer.memory``.
         basis: ``"fitted"`` if all kernels of a step were measured on this GPU, else
             ``"prediction"``.
-        missing: Reason why the package does not run the recipe on the GPU; empty if it does.
+        missing: Reason why the package does not run the recipe on the GPU. Empty if it does.
     """
 
     times: Mapping[str, Time]

@@ -45,13 +45,13 @@ class Record:
         case: Shapes, routing and pass. Contenders with equal cases compete.
         contender: ``"ours"``, ``"torch"``, or a variant such as ``"ours, tile 256x64"``.
         quantity: Such as ``"time"``, ``"warp instructions"`` or ``"rate"``.
-        value: The number; the median of repeated measurements.
+        value: The number. The median of repeated measurements.
         unit: Unit of value and spread; ``"1"`` for a count or a ratio.
         kind: One of ``KINDS``.
         format: Text of a format, both operands as ``"nvfp4:row_scaled x nvfp4"``, the name of a
             recipe, or ``"bfloat16"``.
         protocol: How it was measured, such as ``"sustained, L2-cold"``.
-        spread: Largest minus smallest of the ``repeats``; None if that is unknown.
+        spread: Largest minus smallest of the ``repeats``. None if that is unknown.
         repeats: Number of measurements.
         error: Relative error found by the check before the measurement. It is 0 if the bits are
             equal, and None if only a wrong result would have been noticed.
@@ -67,7 +67,7 @@ class Record:
         power: Watts: ``"draw"`` during the measurement, ``"limit"``.
         driver: Version of the GPU driver.
         versions: Versions of torch, cuda, the CuTe DSL, and the contender's packages.
-        commit: Commit of this package; it ends in ``-dirty`` if the checkout had changes.
+        commit: Commit of this package. It ends in ``-dirty`` if the checkout had changes.
         seed: Seed of the random numbers.
         time: Start of the run, UTC, ISO 8601; a date alone if no more is known.
         origin: One of ``ORIGINS``.

@@ -136,10 +136,12 @@ def resident_ctas() -> int:
 
 
 def clear_error() -> None:
+    """Clear the message of the last error."""
     library().emu_set_error(b"")
 
 
 def last_error() -> str:
+    """Return the message of the last error, or an empty string."""
     message: bytes = library().emu_last_error()
     return message.decode(errors="replace")
 
@@ -223,8 +225,8 @@ def launch(
 
     Args:
         kernel: Name of the kernel.
-        grid: Number of CTAs in x, y, z; missing dimensions are 1.
-        block: Number of threads in x, y, z; missing dimensions are 1.
+        grid: Number of CTAs in x, y, z. Missing dimensions are 1.
+        block: Number of threads in x, y, z. Missing dimensions are 1.
         args: One value per parameter: an int or float, a NumPy array or CPU tensor (passed by
             address), or the bytes of the parameter (for example a tensor map).
         cluster: Number of CTAs of a cluster in x, y, z. None launches without clusters.

@@ -86,6 +86,7 @@ class Symbols:
         self.shared_end = self.shared[name] + size
 
     def add_local(self, name: str, size: int, alignment: int) -> None:
+        """Reserve local memory for a variable."""
         self.local[name] = align(self.local_end, alignment)
         self.local_end = self.local[name] + size
 
@@ -116,11 +117,13 @@ class KernelBuilder:
 
     # ---- scopes, registers, labels
     def open_scope(self) -> None:
+        """Open a scope of registers and labels."""
         self._scopes_made += 1
         self._scope_path += (self._scopes_made,)
         self._scopes.append({})
 
     def close_scope(self) -> None:
+        """Close the innermost scope."""
         self._scope_path = self._scope_path[:-1]
         self._scopes.pop()
 

@@ -1,3 +1,5 @@
+"""``grouped.demo``: results, files and errors of a short training."""
+
 import contextlib
 import csv
 import dataclasses
@@ -36,6 +38,7 @@ def run_demo(out, *arguments):
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
+    """Output folder, printed text and results of a run of several recipes."""
     out = tmp_path_factory.mktemp("demo") / "new" / "folder"
     # Another order than the one that they run in.
     status, printed, results = run_demo(out, "--plot", "always", "--recipe", *reversed(RECIPES))

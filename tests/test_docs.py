@@ -16,16 +16,16 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 }
 PAGES = {page: blocks for page, blocks in PAGES.items() if blocks}
-#: What is smaller here, or compiled by less.
+#: Replacements that make examples smaller.
 INSTEAD = {"README.md": {"4096": "64", "1024": "48"}}
 EAGER = {"moe, fullgraph=True": "moe, fullgraph=True, backend='eager'"}
-#: What a page needs, beside the compiler of the README.
+#: Libraries that a page needs.
 LIBRARIES = {
     "transformers": "transformers",
     "torchtitan": "torchtitan.models.common.moe",
     "checkpoints": "safetensors",
 }
-#: What is there before the first block.
+#: Code that runs before the first block.
 GIVEN = {
     "docs/moe.md": """
 import torch, grouped

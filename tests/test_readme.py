@@ -1,3 +1,5 @@
+"""The README's support table, test command and list of folders."""
+
 import re
 import subprocess
 from pathlib import Path

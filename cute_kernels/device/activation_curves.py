@@ -238,8 +238,8 @@ def activated(
         act: The activation.
         is_gradient: Compute the gradient of the input instead of the activation.
         arch: ``"sm_90a"`` or ``"sm_100a"``.
-        inputs: Lists of equal length: x, or A and B of a gated activation; then, for gradients,
-            the gradient of the result; then, with ``has_sigmoid``, the sigmoids.
+        inputs: Lists of equal length: x, or A and B of a gated activation. Then, for gradients, the
+            gradient of the result. Then, with ``has_sigmoid``, the sigmoids.
         quick: No x or A exceeds ``quick_bound`` in magnitude, except NaN.
         with_value: For gradients, also compute the activation.
         has_sigmoid: The caller passes the sigmoids as the last input.

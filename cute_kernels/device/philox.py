@@ -26,7 +26,7 @@ class Seed(NamedTuple):
         word0: First word that the first round returns or combines by XOR.
         word1: Second word.
         word2: Third word.
-        block_offset: Blocks of other tensors with the same seed that come before, or None.
+        block_offset: Blocks of other tensors with the same seed that come before. None if absent.
     """
 
     keys: tuple[Uint32, Uint32]

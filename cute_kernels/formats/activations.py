@@ -42,7 +42,7 @@ class Curve(NamedTuple):
     Attributes:
         family: ``"rectified"`` is max(x, 0). ``"tanh"`` is GELU. ``"sigmoid"`` is x times the
             sigmoid of ``alpha`` x.
-        alpha: Factor of the sigmoid's argument; None if it is a parameter of the activation.
+        alpha: Factor of the sigmoid's argument. None if it is a parameter of the activation.
         is_squared: True if the result is squared.
         is_clamped: True if the argument is clamped at the activation's ``limit``.
     """

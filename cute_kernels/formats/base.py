@@ -72,9 +72,9 @@ class BlockScale:
     Attributes:
         element: Number type of the scale.
         vec_size: Number of elements in a block, along the direction of the blocks.
-        layout: ``"tiles_128x4"``, bytes in 512-byte tiles of 128 rows by 4 scales, the order
-            that Blackwell's block-scaled MMA reads; or ``"mn_major"``, one row of scales
-            for each block along the direction of the blocks.
+        layout: ``"tiles_128x4"``, bytes in 512-byte tiles of 128 rows by 4 scales, the order that
+            Blackwell's block-scaled MMA reads. Or ``"mn_major"``, one row of scales for each block
+            along the direction of the blocks.
     """
 
     element: ElementType
@@ -137,7 +137,7 @@ class Format(Record, abc.ABC):
 
     Attributes:
         name: Name of the format, the first word of its text.
-        scale: Scale of a block; None if the format has no blocks.
+        scale: Scale of a block. None if the format has no blocks.
         columnwise: ``"transposed"`` if the columnwise copy is the transpose of the rows of each
             group, in slot columns; ``"untransposed"`` if it keeps their orientation, in slot
             rows.
@@ -147,8 +147,8 @@ class Format(Record, abc.ABC):
             activation that is stored first.
         encode_only_fields: Names of the fields that affect encoding but not decoding.
         nan_scales: True if NaN and infinity, and all elements that share their scale, decode to
-            NaN; see ``amaxes_keep_nan``. Finite tensors have the same bytes either way. If
-            False, infinity saturates, and E2M1, which has no NaN, turns NaN into a number.
+            NaN. See ``amaxes_keep_nan``. Finite tensors have the same bytes either way. If False,
+            infinity saturates, and E2M1, which has no NaN, turns NaN into a number.
     """
 
     name: ClassVar[str]

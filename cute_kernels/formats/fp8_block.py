@@ -19,7 +19,7 @@ class FP8Block(Format):
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scales: Round scales down to powers of two.
         amax_epsilon: Lower bound of a block's amax.
-        nan_scales: Make the scale of a block that contains infinity NaN; see ``Format``.
+        nan_scales: Make the scale of a block that contains infinity NaN. See ``Format``.
     """
 
     block: tuple[int, int] = (1, 128)

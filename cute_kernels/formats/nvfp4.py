@@ -36,8 +36,8 @@ class NVFP4(Format):
             the amax to 4. Without it the only value is 448.
         four_over_six_error: Error that ``four_over_six`` minimizes: the sum of the magnitudes
             ("mae") or of the squares ("mse") of a block's errors.
-        nan_scales: Propagate NaN through the amaxes of blocks, rows and groups to the scales;
-            see ``Format``.
+        nan_scales: Propagate NaN through the amaxes of blocks, rows and groups to the scales. See
+            ``Format``.
 
     Raises:
         TypeError: A field has the wrong type.

@@ -103,7 +103,7 @@ def buffers(
         fmt: Format.
         shape: (T, K) of a ragged tensor, (G, N, K) of a uniform one, or (capacity,) with
             ``shapes``.
-        num_groups: G of a ragged tensor; None if uniform, or with ``shapes``.
+        num_groups: G of a ragged tensor. None if uniform, or with ``shapes``.
         rowwise: Include the copy with blocks along K.
         columnwise: Include the copy with blocks along the rows of each group. The names of its
             buffers end in ``_t``. Its rows lie in slots (``slots``): P = 128 * tiles of them for
@@ -152,8 +152,7 @@ def buffers(
 def member_spans(
     fmt: Format, shapes: Sequence[Sequence[int]], *, rowwise: bool = True, columnwise: bool = False
 ) -> dict[str, list[MemberSpan]]:
-    """Return the range of each member (m, n) in the flat buffers of groups with shapes of their
-    own.
+    """Return the range of each member (m, n) in the flat buffers of groups of several shapes.
 
     The range of a member is the buffer of a uniform tensor of this one group, including the row
     pitch: ``buffers(fmt, (1, m, n), None)``. Codes and scales of a member start at the next

@@ -46,7 +46,7 @@ def adamw_quantize(
         master: p, (G, N, K) fp32, contiguous.
         exp_avg: m, like ``master``.
         exp_avg_sq: v, like ``master``.
-        grad: (G, N, K) bf16, fp16 or fp32; it is not changed.
+        grad: (G, N, K) bf16, fp16 or fp32. It is not changed.
         numbers: (5,) fp32.
         out: Buffers of the directions, as for ``grouped_quantize_out``.
         format: Text of the format, which is not row-scaled.
@@ -136,15 +136,15 @@ def delayed_scaling_update(
     history.
 
     Args:
-        amax_history: (L, n) fp32, contiguous; row 0 collects the amaxes of this step, row 1 is
-            the oldest.
+        amax_history: (L, n) fp32, contiguous. Row 0 collects the amaxes of this step, row 1 is the
+            oldest.
         scale: (n,) fp32, contiguous.
-        format: Text of the format; its element determines FP8_MAX.
-        amax: (n,) fp32 to use instead of row 0, such as an amax that was reduced over processes;
-            its sign is dropped.
+        format: Text of the format. Its element determines FP8_MAX.
+        amax: (n,) fp32 to use instead of row 0, such as an amax that was reduced over processes.
+            Its sign is dropped.
         margin: FP8_MAX is divided by two to this power.
         algorithm: ``"max"`` or ``"most_recent"``.
-        skip_nonfinite: Treat an infinite or NaN ``last`` as 0; row 0 becomes ``last``.
+        skip_nonfinite: Treat an infinite or NaN ``last`` as 0. Row 0 becomes ``last``.
 
     Defined by:
         Op class: ``cute_kernels.ops.delayed_scaling.op.DelayedScalingUpdate``
@@ -205,9 +205,9 @@ def grouped_dequantize(
         scales: Other buffers of that direction that decode (``Format.operand_names``): block
             scales, and the first vector of the global scale.
         format: Text of the format.
-        rows: T; N if uniform; or the capacity with ``shapes``.
+        rows: T; N if uniform. Or the capacity with ``shapes``.
         dtype: Dtype of the result: bf16, fp16 or fp32.
-        offs: (G,) int32 end rows, or None for uniform groups.
+        offs: (G,) int32. End rows, or None for uniform groups.
         columnwise: True for the columnwise copy.
         shapes: [m0, n0, m1, n1, ...]: rows and columns of groups that have shapes of their own;
             ``codes`` and ``scales`` are then flat.
@@ -241,31 +241,29 @@ def grouped_quantize(
         x: (T, K) with ``offs``, (capacity,) with ``shapes``, else (G, N, K); bf16, fp16 or fp32. K
             is a multiple of the format's ``k_multiple``. A gated activation needs (..., 2K).
         format: Text of the format, such as ``"nvfp4:row_scaled"`` (``Format.text``).
-        offs: (G,) int32 end rows. Rows past the last one do not affect the result.
-        amax: (G,) fp32 amax of each group, to use instead of computing it; the sign is dropped.
-            Elements above it saturate. (2, G), for the rowwise and the columnwise copy, if both
-            are requested and the format transforms its columnwise copy
-            (``Format.is_transformed``).
+        offs: (G,) int32. End rows. Rows past the last one do not affect the result.
+        amax: (G,) fp32. Amax of each group, to use instead of computing it. The sign is dropped.
+            Elements above it saturate. (2, G), for the rowwise and the columnwise copy, if both are
+            requested and the format transforms its columnwise copy (``Format.is_transformed``).
         rowwise: Write the rowwise copy, with blocks along K.
         columnwise: Write the columnwise copy, with blocks along the rows of a group. If the format
             transforms this copy, ``x`` must be bf16.
-        scale: (G,) fp32, finite: scales that multiply the elements of each group, for a format
-            that takes them from the caller (FP8 with delayed scaling). It needs
-            ``scale`` and takes no ``amax``. If a scale is not finite, zeros and the padding of
-            slots may be NaN. Products above the format's largest number saturate. The returned
-            amax is the amax of ``x``, whatever the scale.
-        seed: (2,) int64, required by stochastic formats and rejected by others. Codes depend only
-            on the seed, the element and the direction
-            (``cute_kernels.reference.random_numbers``).
+        scale: (G,) fp32. Finite: scales that multiply the elements of each group, for a format that
+            takes them from the caller (FP8 with delayed scaling). It needs ``scale`` and takes no
+            ``amax``. If a scale is not finite, zeros and the padding of slots may be NaN. Products
+            above the format's largest number saturate. The returned amax is the amax of ``x``,
+            whatever the scale.
+        seed: (2,) int64. Required by stochastic formats and rejected by others. Codes depend only
+            on the seed, the element and the direction (``cute_kernels.reference.random_numbers``).
         activation: Text of an activation that is applied to ``x`` first (``Activation.text``),
             such as ``"swiglu"``. Its result is quantized in fp32, or rounded to the dtype of
             ``x`` if the format's ``rounds_activation`` is True.
             ``cute_kernels.reference.activations`` states the bits.
-        shapes: [m0, n0, m1, n1, ...]: rows and columns of each group, if the last dimension
-            varies. Each n is a positive multiple of ``k_multiple``. The groups are consecutive
-            and contiguous in ``x``; the rest of ``x`` is never read. Each group has the codes
-            and scales of a uniform tensor of one group. With an activation these are the shapes
-            of its result: a gated activation reads (m, 2n) of ``x`` per group.
+        shapes: [m0, n0, m1, n1, ...]: rows and columns of each group, if the last dimension varies.
+            Each n is a positive multiple of ``k_multiple``. The groups are consecutive and
+            contiguous in ``x``. The rest of ``x`` is never read. Each group has the codes and
+            scales of a uniform tensor of one group. With an activation these are the shapes of its
+            result: a gated activation reads (m, 2n) of ``x`` per group.
         rows: (R,) int32, with ``offs``: gather index. Row r of the quantized tensor of R rows is
             computed from row ``rows[r]`` of ``x``. Rows of an invalid index are unspecified.
         inverse: (T, k) int32: inverse of ``rows``, the rows that each row of ``x`` becomes, with
@@ -302,18 +300,18 @@ def k_grouped_gemm(
     The op is differentiable in a and b if both operands are plain.
 
     Args:
-        a: (T, N), bf16, fp16 or fp32; or the codes of the columnwise copy of a ragged tensor.
-        b: (T, K) of the dtype of ``a``; or the codes of the columnwise copy of a tensor with the
+        a: (T, N), bf16, fp16 or fp32. Or the codes of the columnwise copy of a ragged tensor.
+        b: (T, K) of the dtype of ``a``. Or the codes of the columnwise copy of a tensor with the
             same offs.
-        offs: (G,) int32 end rows.
-        alpha: (G,) fp32 factors.
+        offs: (G,) int32. End rows.
+        alpha: (G,) fp32. Factors.
         out_dtype: As for ``m_grouped_gemm``.
         a_scales: As for ``m_grouped_gemm``.
         b_scales: As for ``m_grouped_gemm``.
         a_format: As for ``m_grouped_gemm``.
         b_format: As for ``m_grouped_gemm``.
         accumulation: As for ``m_grouped_gemm``; "split" by default.
-        rows: (T,) int32, the row of ``b`` (S, K) for each row of ``a``, as for ``m_grouped_gemm``.
+        rows: (T,) int32. The row of ``b`` (S, K) for each row of ``a``, as for ``m_grouped_gemm``.
             Only for plain operands.
         inverse: (S, k) int32, as for ``m_grouped_gemm``.
 
@@ -350,22 +348,22 @@ def m_grouped_gemm(
     of 4 bits are multiplied as decoded values, too (W4A8).
 
     Args:
-        a: (T, K), bf16, fp16 or fp32; or the codes of the rowwise copy of a ragged tensor.
+        a: (T, K), bf16, fp16 or fp32. Or the codes of the rowwise copy of a ragged tensor.
         b: (G, N, K) of the dtype of ``a``, or (G, K, N) with ``transpose_b``. Or the codes of a
             uniform tensor: of its rowwise copy (fprop), or with ``transpose_b`` of its columnwise
             copy (dgrad). The rows of a columnwise copy are padded to whole tiles, so that K of
             ``b`` cannot be checked against ``a``.
-        offs: (G,) int32 end rows.
-        bias: (G, N), added in fp32.
-        alpha: (G,) fp32 factors.
+        offs: (G,) int32. End rows.
+        bias: (G, N). Added in fp32.
+        alpha: (G,) fp32. Factors.
         transpose_b: Contract over the rows of the groups of ``b`` (dgrad).
         out_dtype: bf16, fp16 or fp32. By default the dtype of a plain ``a``, or bf16 for codes,
             which have no dtype to follow.
         a_scales: The other tensors of the copy of ``a`` (``Format.operand_names``), such as its
-            block scales and global scale; None if ``a`` is plain.
+            block scales and global scale. None if ``a`` is plain.
         b_scales: The other tensors of the copy of ``b``, likewise.
-        a_format: Text of the format of ``a``; None if it is plain.
-        b_format: Text of the format of ``b``; None if it is plain.
+        a_format: Text of the format of ``a``. None if it is plain.
+        b_format: Text of the format of ``b``. None if it is plain.
         prepacked: ``b`` has the bit order of ``cute_kernels.prepack``. Kernels for sm_90a and the
             reference support that.
         accumulation: How a tensor core adds products of operands without block scales (FP8). "fast"
@@ -373,7 +371,7 @@ def m_grouped_gemm(
             adds each to an fp32 sum. The default is "fast" for fprop and "split" for dgrad. The
             bits differ on sm_90a, whose accumulators keep 13 fraction bits of FP8 sums. Elsewhere
             the accumulator is as exact as "split" anyway. Other operands raise ValueError.
-        rows: (T,) int32, the row of ``a`` for each row of the product, such as ``token`` of
+        rows: (T,) int32. The row of ``a`` for each row of the product, such as ``token`` of
             ``compute_routing``. Then ``a`` (S, K) has any number of rows, and one group if it is
             quantized, to a format with scales of single rows. The result has the bits of the
             product of ``moe_gather(a, rows)``: an index out of range stands for zeros. Kernels of
@@ -425,7 +423,7 @@ def m_grouped_gemm_activate(
         keeps_z: Return z, too, with columns in the order of the rows of ``b``.
         quantize_to: Text of a format. The activated result, rounded to ``out_dtype``, is quantized
             to it, and z is not returned.
-        amax: (G,) fp32, the amaxes of the result, for a format with a global scale, as for
+        amax: (G,) fp32. The amaxes of the result, for a format with a global scale, as for
             ``grouped_quantize``.
 
     Returns:
@@ -470,7 +468,7 @@ def m_grouped_quantize_gemm(
         seed: As for ``grouped_quantize``.
         activation: Activation of ``a``, as for ``grouped_quantize``: ``a`` is (T, 2K) if it is
             gated.
-        rows: (R,) int32, rows of ``a``, as for ``grouped_quantize``. Then the product has R rows.
+        rows: (R,) int32. Rows of ``a``, as for ``grouped_quantize``. Then the product has R rows.
         inverse: (S, k) int32, as for ``grouped_quantize``.
 
     Returns:
@@ -531,7 +529,7 @@ def moe_activate(
     Args:
         x: (R, W) bf16, fp16 or fp32; W = 2 N for a gated activation.
         activation: Text of the activation, as for ``grouped_quantize``.
-        offs: (G,) int32 end rows: rows from the last one on are neither read nor written.
+        offs: (G,) int32. End rows: rows from the last one on are neither read nor written.
         interleaved: The columns of a gated activation's two inputs alternate, A first, instead of
             forming halves [A | B].
 
@@ -566,7 +564,7 @@ def moe_activate_gradient(
         offs: As for ``moe_activate``.
         interleaved: As for ``moe_activate``.
         weight: (T, k) fp32, p of each pair of a token and an expert.
-        pair: (R,) int32, the pair of each row; required with ``weight``.
+        pair: (R,) int32. The pair of each row. Required with ``weight``.
 
     Returns:
         The gradient with respect to ``x``, given ``p * grad``. With weights also ``p * a`` (R, N)
@@ -644,7 +642,7 @@ def moe_quantize_gradient(
     dtype of ``x`` before they are quantized, but need not be written to memory.
 
     Args:
-        x: (R, W), the input of the activation; bf16, fp16 or fp32.
+        x: (R, W). The input of the activation; bf16, fp16 or fp32.
         grad: (R, N) of the dtype of ``x``: gradient of the activation's result, without the
             weight.
         format: Text of the format of the gradient of ``x``: MXFP8, FP8Block, or FP8 with delayed
@@ -685,14 +683,14 @@ def moe_route(
 
     Args:
         logits: (T, E) fp32.
-        selection_bias: (E,) fp32, added to scores only to choose experts; or None.
-        end: (1,) int32: tokens from this one on have no experts; None for all T tokens.
+        selection_bias: (E,) fp32. Added to scores only to choose experts. Or None.
+        end: (1,) int32: tokens from this one on have no experts. None for all T tokens.
         top_k: k, the number of experts per token.
         score: ``"softmax"`` or ``"sigmoid"`` of the logits.
         renormalize: Divide a token's weights by their sum.
         expert_groups: Number of groups of equal size that the experts form.
         top_groups: Number of groups with the largest sums of two scores that experts are chosen
-            from; they must have at least k experts.
+            from. They must have at least k experts.
         factor: Factor of the weights, applied last.
 
     Returns:
@@ -717,8 +715,8 @@ def moe_route_gradient(
     """Return the gradient of the logits of ``moe_route``.
 
     Args:
-        dweights: (T, k) fp32, gradient of the weights.
-        dscores: (T, E) fp32, gradient of the scores, or None for zeros.
+        dweights: (T, k) fp32. Gradient of the weights.
+        dscores: (T, E) fp32. Gradient of the scores, or None for zeros.
         ids: Result of ``moe_route``.
         scores: Result of ``moe_route``.
         score: As for ``moe_route``.

@@ -234,7 +234,7 @@ def check_copy(
             ``shapes``.
         num_groups: G of a ragged tensor, else None.
         columnwise: True for the columnwise copy.
-        shapes: (m, n) of each member, or None.
+        shapes: (m, n) of each member. Optional.
     """
     codes, scales = copy
     names = fmt.operand_names(columnwise)

@@ -102,7 +102,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def tanh(x: Tensor) -> Tensor:
-    """Return tanh(x) by the formula of the module."""
+    """Return the hyperbolic tangent of ``x`` by the formula of the module."""
     a = x.abs().clamp_max_(10.0)
     n = (a * (2 * Numbers.LOG2E)).floor_()
     z = n + (Numbers.MAGIC + 126)

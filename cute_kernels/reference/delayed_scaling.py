@@ -19,12 +19,12 @@ def delayed_scaling_update(
     """Roll the (L, n) history of each slot and compute its next (n,) scale, in place.
 
     Args:
-        amax_history: (L, n) fp32; row 0 is the amax of this step.
+        amax_history: (L, n) fp32. Row 0 is the amax of this step.
         scale: (n,) fp32.
-        amax: (n,) fp32 amax of this step, or 0 to use row 0; its sign is dropped.
+        amax: (n,) fp32. Amax of this step, or 0 to use row 0. Its sign is dropped.
         largest: Number that the amax is scaled to.
         is_max: Use the largest amax of the last L steps instead of the last one.
-        skip_nonfinite: Treat an infinite or NaN amax of this step as 0; row 0 then becomes 0.
+        skip_nonfinite: Treat an infinite or NaN amax of this step as 0. Row 0 then becomes 0.
     """
     newest = amax_history[0]
     if amax is not None:

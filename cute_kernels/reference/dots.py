@@ -81,7 +81,7 @@ class AccumulationModel(NamedTuple):
     """How products are accumulated.
 
     Attributes:
-        tensor_core: Architecture whose tensor core defines the bits; None without a tensor core.
+        tensor_core: Architecture whose tensor core defines the bits. None without a tensor core.
         decoded: Operand that kernels for sm_90a decode in registers, if one is NVFP4.
         split: FP8 without block scales moves its sums to fp32 every 128 of K.
     """

@@ -64,11 +64,11 @@ def m_grouped_gemm(
     Rows of empty groups and of the tail are not written.
 
     Args:
-        a: (T, K), plain or a rowwise ragged copy; of other rows if it has an index.
-        b: (G, N, K), or (G, K, N) with ``transpose_b``; or the copy of a uniform tensor whose
+        a: (T, K), plain or a rowwise ragged copy. Of other rows if it has an index.
+        b: (G, N, K), or (G, K, N) with ``transpose_b``. Or the copy of a uniform tensor whose
             blocks run along K, whose padding past K is left out.
         groups: where the groups lie.
-        out: (T, N), any floating dtype.
+        out: (T, N). Any floating dtype.
         transpose_b: contract over the second dimension of a plain B.
         alpha: (G,) fp32.
         bias: (G, N).
@@ -122,14 +122,18 @@ def k_grouped_gemm(
 
     An empty group gives zeros, or leaves ``out[g]`` unchanged when accumulating. With
     ``tensor_core``, instructions start at the group's first row, and rows past its last row count
-    as zeros. The other arguments are as in ``m_grouped_gemm``.
+    as zeros.
 
     Args:
         a: (T, N), plain or a columnwise ragged copy.
-        b: (T, K), plain or a columnwise ragged copy in the same slots; if plain, it may have an
+        b: (T, K), plain or a columnwise ragged copy in the same slots. If plain, it may have an
             index.
         groups: Rows of each group.
-        out: (G, N, K), any floating dtype.
+        out: (G, N, K). Any floating dtype.
+        alpha: (G,) fp32. Factors. Optional.
+        accumulate: Add to ``out`` in fp32, before the cast.
+        tensor_core: Architecture whose tensor core defines the bits. Optional.
+        split: Promote partial sums to fp32, as ``m_grouped_gemm`` does.
     """
     adder = AccumulationModel(tensor_core, "a", split)
     first_tile = groups.first_tile.tolist()

@@ -14,9 +14,9 @@ class Groups:
     """Rows and slots of G groups in a matrix of ``num_rows`` rows.
 
     Attributes:
-        starts: (G,) int64, first row of each group.
-        rows: (G,) int64, number of rows of each group.
-        first_tile: (G,) int64, first slot tile of each group.
+        starts: (G,) int64. First row of each group.
+        rows: (G,) int64. Number of rows of each group.
+        first_tile: (G,) int64. First slot tile of each group.
         num_rows: Number of rows of the matrix, including the tail.
         num_tiles: Number of tiles of the slot buffer.
         is_uniform: True if all groups have the same number of rows and of tiles.

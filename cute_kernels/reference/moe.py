@@ -17,7 +17,7 @@ def compute_routing(
     """Sort pairs of a token and an expert by expert, pairs of one expert in the order of tokens.
 
     Args:
-        expert_ids: (T, k); ids outside [0, E) mean no expert.
+        expert_ids: (T, k). Ids outside [0, E) mean no expert.
         offs: (E,) written: end row of each expert.
         token: (T * k,) written: token of each row, -1 in the tail.
         pair: (T * k,) written: t * k + j of each row, -1 in the tail.

@@ -61,11 +61,11 @@ class Operand(NamedTuple):
 
     Attributes:
         codes: Plain values, or codes.
-        fmt: Format; None if plain.
+        fmt: Format. None if plain.
         scales: Block scales.
         level: Vector of the global scale that decodes.
         columnwise: True for a columnwise copy.
-        row_index: Index of the product's rows in a plain tensor or in a rowwise copy of one group;
+        row_index: Index of the product's rows in a plain tensor or in a rowwise copy of one group.
             None for all rows in order. Rows that do not exist count as zeros.
     """
 

@@ -30,10 +30,10 @@ class QuantizeInputs(NamedTuple):
     """Inputs of quantization besides the elements.
 
     Attributes:
-        amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped. (2, G),
-            rowwise and columnwise, if both directions are requested and the format transforms
-            its columnwise copy.
-        scale: (G,) fp32 scale per group, for formats that take it (``Format.has_given_scale``).
+        amax: (G,) fp32. Amax per group to use instead of computing it. Its sign is dropped. (2, G),
+            rowwise and columnwise, if both directions are requested and the format transforms its
+            columnwise copy.
+        scale: (G,) fp32. Scale per group, for formats that take it (``Format.has_given_scale``).
         random: Random bytes for stochastic formats.
     """
 

@@ -62,11 +62,13 @@ class GivenRandomNumbers(RandomNumbers):
         self._rowwise, self._columnwise = rowwise, columnwise
 
     def rows(self, rows: Tensor) -> Tensor:
+        """Return the bytes of ``RandomNumbers.rows``."""
         if self._rowwise is None:
             raise ValueError("rowwise is None, but the rowwise copy is rounded by it")
         return self._rowwise[rows]
 
     def tiles(self, tiles: Tensor) -> Tensor:
+        """Return the bytes of ``RandomNumbers.tiles``."""
         if self._columnwise is None:
             raise ValueError("columnwise is None, but the columnwise copy is rounded by it")
         slots: Tensor = self._columnwise.unflatten(0, (-1, TILE_ROWS))[tiles]
@@ -89,6 +91,7 @@ class SeededRandomNumbers(RandomNumbers):
         self._cols, self._before = cols, before
 
     def rows(self, rows: Tensor) -> Tensor:
+        """Return the bytes of ``RandomNumbers.rows``."""
         blocks = self._cols // BLOCK
         block = rows.unsqueeze(-1) * blocks + torch.arange(blocks, device=rows.device)
         return self._bytes(block + self._before[0], self._high).flatten(-2)

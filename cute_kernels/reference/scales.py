@@ -42,8 +42,9 @@ def _scale_of(fmt: Format) -> BlockScale:
 
 
 def tile_view(fmt: Format, scales: Tensor, columnwise: bool) -> Tensor:
-    """A view of a buffer of scales with the slot tile first: ([G,] tiles, ...), G of uniform
-    groups.
+    """Return a view of a buffer of scales with the slot tile first.
+
+    The view is ([G,] tiles, ...), with G for uniform groups.
     """
     scale = _scale_of(fmt)
     if scale.layout == "tiles_128x4":

@@ -156,13 +156,12 @@ def tensor_core_gemm(
     Args:
         arch: ``"sm_90a"`` or ``"sm_100a"``.
         a: (M, K) fp16, bf16, fp32 (read as tf32: the low 13 bits are ignored), float8_e4m3fn or
-            float8_e5m2; or (M, K / 2) uint8, packed E2M1 codes, the even index in the low
-            nibble.
+            float8_e5m2. Or (M, K / 2) uint8, packed E2M1 codes, the even index in the low nibble.
         b: (N, K) or (N, K / 2), of the dtype of ``a``; E4M3 and E5M2 may be mixed.
         a_scales: Block scales (M, ceil(K / 32)) float8_e8m0fnu for FP8 and E2M1, or (M, ceil(K /
             16)) float8_e4m3fn for E2M1, whose sign bit is ignored.
         b_scales: Block scales of ``b``.
-        acc: (M, N) accumulator to start from; zero if None. It is not changed.
+        acc: (M, N). Accumulator to start from. Zero if None. It is not changed.
         acc_dtype: Dtype of the accumulator if ``acc`` is None: fp32 or fp16.
 
     Returns:

@@ -1,7 +1,6 @@
-"""Compilation and launching of kernels: the only package that calls ``cute.compile`` and has
-caches.
+"""Compilation and launching of kernels.
 
-Importing it needs no CuTe DSL. The DSL is imported when the first kernel is compiled or loaded.
+No other package calls ``cute.compile`` or has caches. Importing it needs no CuTe DSL. The DSL is imported when the first kernel is compiled or loaded.
 """
 
 from .arch import Architecture, architecture, device_architecture

@@ -128,9 +128,9 @@ class Recording:
 
     Args:
         count: Number of inputs.
-        offsets: Distances of input tensors from an aligned address, by number; None for a tensor
+        offsets: Distances of input tensors from an aligned address, by number. None for a tensor
             that wraps others.
-        index: Index of the GPU of the inputs, or None.
+        index: Index of the GPU of the inputs. Optional.
         constants: Constants by number.
         steps: Calls to repeat.
         outputs: Numbers of the returned values.

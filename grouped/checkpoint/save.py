@@ -235,8 +235,8 @@ def _stored_tensors(
             yield name + stacked_suffix(suffix), t
         return
     for g, tensors in enumerate(_quantize_projections(parameter, weight, layout.fmt)):
-        for name, projection in zip(weight.names(g, (), ".weight"), tensors, strict=True):
-            for suffix, t in layout.stored(projection).items():
+        for name, quantized in zip(weight.names(g, (), ".weight"), tensors, strict=True):
+            for suffix, t in layout.stored(quantized).items():
                 yield name + suffix, t
 
 

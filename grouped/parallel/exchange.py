@@ -327,7 +327,8 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     """Brings results back to their tokens.
 
-    Experts receive the gradient of y, without routing weights, as ``ExpertsOptions.defer_routing_weights`` requires.
+    Experts receive the gradient of y, without routing weights, as
+    ``ExpertsOptions.defer_routing_weights`` requires.
     """
 
     @staticmethod

@@ -47,7 +47,7 @@ class Peer:
         module: Name of the Python module.
         distribution: Name on PyPI, if it differs from that of the module.
         kinds: Those of ``records.KINDS`` on which it runs.
-        capabilities: Major compute capabilities of GPUs on which it runs; empty for all.
+        capabilities: Major compute capabilities of GPUs on which it runs. Empty for all.
         sources: Folder of a checkout that the emulator needs.
         meter: Meter of the run, set before contenders are made.
     """

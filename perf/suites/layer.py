@@ -103,7 +103,7 @@ class LayerWork:
         peer_method: Method of peers that gives their contenders.
         options: Options that only some models have, see ``cases.MOE_OPTIONS``.
         x: Rows (T, H).
-        dy: Gradient of the output; None without a backward pass.
+        dy: Gradient of the output. None without a backward pass.
         weights: (G, 2 I, H), and for an MLP also (G, H, I).
         sizes: Rows of each expert.
         offs: End row of each expert.

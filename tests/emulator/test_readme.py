@@ -8,7 +8,7 @@ PACKAGE = Path(__file__).parents[2] / "ptx_emulator"
 
 
 def test_example_runs(capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), re.S)
+    (example,) = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), re.DOTALL)
     exec(compile(example, "README.md", "exec"), {})
     assert int(capsys.readouterr().out) > 0
 

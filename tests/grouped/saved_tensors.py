@@ -24,6 +24,7 @@ def record_saved_tensors(module):
     saved = []
 
     def pack(t):
+        """Record the storage of t if it is new."""
         storage = t.untyped_storage()
         reference = StorageWeakRef(storage)
         if reference not in known:

@@ -39,7 +39,7 @@ class Block(torch.nn.Module):
 PLAIN = ["model.embed_tokens", "model.q_proj", "model.mlp.router", "lm_head"]
 
 
-def said(folder, name="config.json"):
+def read_config(folder, name="config.json"):
     content = json.loads((folder / name).read_text())
     return content["quantization_config"] if name == "config.json" else content
 
@@ -63,11 +63,17 @@ def test_modelopt_says_that_activations_are_quantized_only_if_all_scales_are_the
             module, tmp_path / "some", "modelopt", input_scales=scales(".input_scale", 1)
         )
     for name in ("none", "some"):
-        config, older = said(tmp_path / name), said(tmp_path / name, "hf_quant_config.json")
+        config, older = (
+            read_config(tmp_path / name),
+            read_config(tmp_path / name, "hf_quant_config.json"),
+        )
         assert config["quant_algo"] == older["quantization"]["quant_algo"] == "W4A16_NVFP4"
         assert config["config_groups"]["group_0"].keys() == {"weights", "targets"}
     checkpoint.save(module, tmp_path / "all", "modelopt", input_scales=scales(".input_scale"))
-    config, older = said(tmp_path / "all"), said(tmp_path / "all", "hf_quant_config.json")
+    config, older = (
+        read_config(tmp_path / "all"),
+        read_config(tmp_path / "all", "hf_quant_config.json"),
+    )
     group = config["config_groups"]["group_0"]
     assert config["quant_algo"] == "NVFP4" and group["input_activations"] == group["weights"]
     assert config["ignore"] == older["quantization"]["exclude_modules"] == PLAIN
@@ -82,7 +88,7 @@ def test_modelopt_says_that_activations_are_quantized_only_if_all_scales_are_the
     report = checkpoint.load(loaded, tmp_path / "all")
     assert report.input_scales == scales(".input_scale")
     checkpoint.save(loaded, tmp_path / "again", "modelopt", input_scales=report.input_scales)
-    assert said(tmp_path / "again") == config
+    assert read_config(tmp_path / "again") == config
 
 
 def test_compressed_tensors_matches_its_config_with_its_own_code(tmp_path):
@@ -97,7 +103,7 @@ def test_compressed_tensors_matches_its_config_with_its_own_code(tmp_path):
         folder = tmp_path / str(i)
         checkpoint.save(Block(), folder, "compressed-tensors", **more)
         config, names = (
-            QuantizationConfig.model_validate(said(folder)),
+            QuantizationConfig.model_validate(read_config(folder)),
             load_file(folder / "model.safetensors"),
         )
         (scheme,) = config.config_groups.values()
@@ -128,14 +134,16 @@ def test_compressed_tensors_matches_its_config_with_its_own_code(tmp_path):
 
 def test_stacked_experts_are_targets_by_name(tmp_path):
     checkpoint.save(Block(), tmp_path / "a", "compressed-tensors", stacked=True)
-    assert said(tmp_path / "a")["config_groups"]["group_0"]["targets"] == ["model.mlp.experts"]
+    assert read_config(tmp_path / "a")["config_groups"]["group_0"]["targets"] == [
+        "model.mlp.experts"
+    ]
     assert LAYOUTS["compressed-tensors"].config["config_groups"]["group_0"]["targets"] == ["Linear"]
     stacked = {
         f"model.mlp.experts.{p}_input_scale": torch.ones(EXPERTS)
         for p in ("gate_up_proj", "down_proj")
     }
     checkpoint.save(Block(), tmp_path / "b", "modelopt", stacked=True, input_scales=stacked)
-    assert said(tmp_path / "b")["quant_algo"] == "NVFP4"
+    assert read_config(tmp_path / "b")["quant_algo"] == "NVFP4"
 
 
 def test_the_configs_of_transformers_know_what_stays_plain(tmp_path):
@@ -143,13 +151,13 @@ def test_the_configs_of_transformers_know_what_stays_plain(tmp_path):
     from transformers import CompressedTensorsConfig, FineGrainedFP8Config
 
     checkpoint.save(Block(), tmp_path / "a", "deepseek")
-    config = said(tmp_path / "a")
+    config = read_config(tmp_path / "a")
     loaded = FineGrainedFP8Config.from_dict(config)
     assert loaded.modules_to_not_convert == PLAIN and tuple(loaded.weight_block_size) == (128, 128)
     assert config["ignored_layers"] == PLAIN and "ignore" not in config
     pytest.importorskip("compressed_tensors")
     checkpoint.save(Block(), tmp_path / "b", "compressed-tensors")
-    loaded = CompressedTensorsConfig.from_dict(said(tmp_path / "b"))
+    loaded = CompressedTensorsConfig.from_dict(read_config(tmp_path / "b"))
     assert loaded.quantization_config.ignore == PLAIN
 
 
@@ -177,7 +185,7 @@ def test_the_config_of_a_model_names_its_class_and_dtype(tmp_path):
     checkpoint.save(model, tmp_path, "modelopt")
     config = AutoConfig.from_pretrained(tmp_path)
     assert config.architectures == ["Qwen3MoeForCausalLM"] and config.dtype == BF16
-    assert "lm_head" in said(tmp_path)["ignore"]
+    assert "lm_head" in read_config(tmp_path)["ignore"]
 
 
 def test_convert_excludes_a_tied_head_and_drops_what_was_said_before(tmp_path):
@@ -197,7 +205,11 @@ def test_convert_excludes_a_tied_head_and_drops_what_was_said_before(tmp_path):
         '{"text_config": {"a": 1, "quantization_config": {"quant_method": "fp8"}}}'
     )
     convert.convert(source, tmp_path / "a")
-    assert sorted(said(tmp_path / "a")["ignore"]) == ["lm_head", "model.conv", "model.embed_tokens"]
+    assert sorted(read_config(tmp_path / "a")["ignore"]) == [
+        "lm_head",
+        "model.conv",
+        "model.embed_tokens",
+    ]
     assert json.loads((tmp_path / "a/config.json").read_text())["text_config"] == {"a": 1}
 
 
@@ -310,7 +322,8 @@ def test_input_scales_have_the_names_and_values_of_the_layout(tmp_path):
         name for name in load_file(tmp_path / "a/model.safetensors") if name.endswith("input_scale")
     }
     assert (
-        written == scales(".input_scale").keys() and said(tmp_path / "a")["quant_algo"] == "NVFP4"
+        written == scales(".input_scale").keys()
+        and read_config(tmp_path / "a")["quant_algo"] == "NVFP4"
     )
 
 
@@ -466,7 +479,7 @@ def _r4(location):
 
 
 GROUP = "config_groups.group_0"
-#: What is asked for, and the key, value and way out of the message.
+#: The config, and the message, which names the key, the value and what load reads.
 REFUSED = {
     "online rotation": (
         changed(COMPRESSED, "transform_config.config_groups.R4", _r4("input")),

@@ -32,6 +32,7 @@ def mlp(value=1.0):
 
 
 def source_in(folder):
+    """Write a folder of plain experts."""
     folder.mkdir()
     tensors = {
         f"experts.{g}.{p}.weight": torch.ones(32, 32)
@@ -132,6 +133,7 @@ def test_what_a_crashed_writer_left_is_named(tmp_path):
 
 def test_nothing_loads_before_the_last_file_has_its_name(tmp_path, monkeypatch):
     def watched(name):
+        """Record the calls of a method of Path, during which nothing loads."""
         move, targets = getattr(Path, name), []
 
         def call(self, target):

@@ -61,7 +61,7 @@ def test_capacity_of_even_routing():
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("arguments", "error", "message"),
     [
         ((0, 2, 8, 4), ValueError, "num_tokens must be positive, got 0"),
         ((9, 2, 9, 4), ValueError, "num_experts must be a multiple of 4"),
@@ -71,9 +71,9 @@ def test_capacity_of_even_routing():
         ((9, 2, 8, 4, "2"), TypeError, "slack must be"),
     ],
 )
-def test_capacities_that_cannot_be(given, error, message):
+def test_expert_capacity_checks_its_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
-        expert_capacity(*given)
+        expert_capacity(*arguments)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
@@ -95,7 +95,7 @@ def state_of():
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
 @pytest.mark.parametrize("is_async", [False, True])
 def test_checkpoints_keep_the_bytes_of_every_format(tmp_path, is_async):
-    """What is staged does not follow later writes."""
+    """An asynchronous save does not follow later writes."""
     state, loaded = state_of(), {name: t.detach() for name, t in state_of().items()}
     expected = {name: bytes_of(t) for name, t in state.items()}
     if is_async:

@@ -38,17 +38,17 @@ def moe(recipe, **options):
     return MoE(K, 32, 4, 2, recipe=recipe, **options)
 
 
-def tensors(value=None, place=None):
+def tensors(value=None, operand=None):
     """x and dy, fp16, with ``value`` in one of them; what is behind the last group is NaN."""
     torch.manual_seed(0)
     x, dy = torch.randn(ROWS, K).half(), torch.randn(ROWS, N).half()
-    if place is not None:
-        {"x": x, "dy": dy}[place][ROW, 5] = value
+    if operand is not None:
+        {"x": x, "dy": dy}[operand][ROW, 5] = value
     return x, dy
 
 
 def scaled_step(module, x, dy, function=None):
-    """Whether the step was taken, and the gradients after it."""
+    """Return True if the step was taken, and the gradients after it."""
     is_moe = isinstance(module, MoE)
     if not is_moe:
         x, dy = x.clone(), dy.clone()

@@ -1,3 +1,5 @@
+"""``GroupedMLP`` against one expert at a time, and against its two layers, bit by bit."""
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -52,24 +54,25 @@ def test_bf16_against_one_expert_at_a_time(name, bias):
     [("swiglu", False, True), ("swiglu", True, False), ("srelu", False, False)],
 )
 @pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
-def test_as_one_function_it_has_the_bits_of_its_layers(recipe, activation, interleaved, bias):
+def test_one_function_has_the_bits_of_two_layers(recipe, activation, interleaved, bias):
     mlp = mlp_of(recipe, bias=bias, activation=activation, interleaved=interleaved, dtype=BF16)
     x, dy, calls = sample(40, HIDDEN).requires_grad_(), sample(40, HIDDEN), []
 
-    def step(first):
+    def step(is_first):
+        """Return the output, the gradients and the state after a step."""
         torch.manual_seed(1)
         if mlp.down.scaling is not None:
             for layer in (mlp.gate_up, mlp.down):
                 layer.scaling.reset()
-        y = mlp(x, ENDS, is_first_microbatch=first)
+        y = mlp(x, ENDS, is_first_microbatch=is_first)
         grads = torch.autograd.grad(y, [x, *mlp.parameters()], dy)
         state = [t for layer in (mlp.gate_up, mlp.down) for t in layer.state_dict().values()]
         return [t.clone() for t in (y.detach(), *grads, *state)]
 
-    for first in (None, True):
-        fused = step(first)
+    for is_first in (None, True):
+        fused = step(is_first)
         mlp.gate_up.register_forward_hook(lambda *_: calls.append(1))
-        assert_all_same(fused, step(first))
+        assert_all_same(fused, step(is_first))
         mlp.gate_up._forward_hooks.clear()
     assert len(calls) == 2
 

@@ -1,3 +1,5 @@
+"""How other tools see the ops: FLOP counters, profilers, and the cache keys of compiled graphs."""
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -84,7 +86,7 @@ print(grouped.quantize(torch.ones(2, 16, 32), grouped.NVFP4(block=(16, 16)))._st
 """
 
 
-def test_another_process(monkeypatch):
+def test_cache_keys_are_the_same_in_another_process(monkeypatch):
     """Importing this leaves the compiler alone; what its caches know a tensor by is the same."""
     weights = [
         weight(),

@@ -1,3 +1,5 @@
+"""End rows of groups (``offs``): every form, the checks of their values, and who owns them."""
+
 import copy
 import inspect
 

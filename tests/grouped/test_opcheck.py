@@ -1,3 +1,5 @@
+"""``torch.library.opcheck`` of every op of ``torch.ops.grouped``."""
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -35,6 +37,7 @@ def linear(recipe, weight, bias):
 
 
 def experts(recipe, recompute=False):
+    """Return arguments of the op ``experts``."""
     routing = grouped.compute_routing(torch.tensor([[2, 0], [-1, 2]] * 4), G)
     p, bias = torch.rand(8, 2, requires_grad=True), (leaf(G, K), leaf(G, K))
     layers = (leaf(G, K, K), bias[0], leaf(G, K, K // 2), bias[1])

@@ -193,7 +193,7 @@ def test_a_kernel_writes_prepacked_codes(arch):
 @pytest.mark.compile
 @pytest.mark.emulated
 @each_arch
-def test_a_compiled_step_calls_the_kernel(arch):
+def test_a_compiled_step_calls_the_kernel(arch, fresh_dynamo):
     steps = KernelSteps(FORMATS[3], arch)
     compiled = torch.compile(steps.optimizer.step, backend="eager")
     for seed in (1, 2):

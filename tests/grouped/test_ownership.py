@@ -18,6 +18,7 @@ from tests.helpers import BF16, contains_all, run_python
 
 @pytest.fixture
 def mesh():
+    """A mesh of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     _ALIVE.clear()
@@ -32,13 +33,13 @@ def model_of():
     return nn.Sequential(GroupedMLP(2, 32, 32, dtype=BF16), nn.Linear(32, 32, dtype=BF16))
 
 
-def first(model):
+def gate_up_of(model):
     return model[0].gate_up
 
 
 def fsdp(model, mesh):
     fully_shard(model, mesh=mesh)
-    return model, first(model)
+    return model, gate_up_of(model)
 
 
 def fsdp_unsharded(model, mesh):
@@ -47,46 +48,46 @@ def fsdp_unsharded(model, mesh):
     """
     fully_shard(model, mesh=mesh)
     model.unshard()
-    assert type(first(model).weight) is nn.Parameter
-    return model, first(model)
+    assert type(gate_up_of(model).weight) is nn.Parameter
+    return model, gate_up_of(model)
 
 
 def fsdp_outside_of_the_root(model, mesh):
     fully_shard(model, mesh=mesh)
     model.unshard()
     _ALIVE.append(model)
-    return first(model), first(model)
+    return gate_up_of(model), gate_up_of(model)
 
 
 def fsdp1(model, mesh):
     return FullyShardedDataParallel(
         model, use_orig_params=True, device_id=torch.device("cpu")
-    ), first(model)
+    ), gate_up_of(model)
 
 
 def dtensor(model, mesh):
-    layer = first(model)
+    layer = gate_up_of(model)
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
     return model, layer
 
 
 def ddp(model, mesh):
-    return nn.parallel.DistributedDataParallel(model), first(model)
+    return nn.parallel.DistributedDataParallel(model), gate_up_of(model)
 
 
 def replicated(model, mesh):
-    layer = replicate(first(model))
+    layer = replicate(gate_up_of(model))
     layer(torch.zeros(2, 32, dtype=BF16), [1, 2])
     return layer, layer
 
 
 def parametrized(model, mesh):
-    parametrize.register_parametrization(first(model), "weight", nn.Identity())
-    return model, first(model)
+    parametrize.register_parametrization(gate_up_of(model), "weight", nn.Identity())
+    return model, gate_up_of(model)
 
 
 def computed(model, mesh):
-    layer = first(model)
+    layer = gate_up_of(model)
     weight = layer.weight.detach()
     del layer.weight
     layer.weight = weight
@@ -94,49 +95,49 @@ def computed(model, mesh):
 
 
 def meta(model, mesh):
-    return model.to("meta"), first(model)
+    return model.to("meta"), gate_up_of(model)
 
 
 def tied(model, mesh):
-    model[0].down.other = first(model).weight
-    return model, first(model)
+    model[0].down.other = gate_up_of(model).weight
+    return model, gate_up_of(model)
 
 
 def subclass(model, mesh):
     class Theirs(nn.Parameter):
         pass
 
-    first(model).weight = Theirs(first(model).weight.detach())
-    return model, first(model)
+    gate_up_of(model).weight = Theirs(gate_up_of(model).weight.detach())
+    return model, gate_up_of(model)
 
 
 def bitsandbytes(model, mesh):
     """By the name of the class, or of one that it is made from: the library is not imported."""
     theirs = type("Mine", (type("Params4bit", (nn.Parameter,), {}),), {})
-    first(model).weight = theirs(first(model).weight.detach())
-    return model, first(model)
+    gate_up_of(model).weight = theirs(gate_up_of(model).weight.detach())
+    return model, gate_up_of(model)
 
 
 def deepspeed(model, mesh):
-    first(model).weight.ds_id = 1
-    return model, first(model)
+    gate_up_of(model).weight.ds_id = 1
+    return model, gate_up_of(model)
 
 
 def hooked(model, mesh):
-    first(model).weight.register_post_accumulate_grad_hook(lambda p: None)
-    return model, first(model)
+    gate_up_of(model).weight.register_post_accumulate_grad_hook(lambda p: None)
+    return model, gate_up_of(model)
 
 
 def accelerate(model, mesh):
     pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"))
-    return model, first(model)
+    return model, gate_up_of(model)
 
 
 def adapted(model, mesh):
     peft = pytest.importorskip("peft")
     model.config = {}
     config = peft.LoraConfig(target_modules=["1"], target_parameters=["0.gate_up.weight"], r=2)
-    return peft.get_peft_model(model, config), first(model).get_base_layer()
+    return peft.get_peft_model(model, config), gate_up_of(model).get_base_layer()
 
 
 def saved_by_peft(model, mesh):
@@ -145,7 +146,7 @@ def saved_by_peft(model, mesh):
     wrapped = peft.get_peft_model(
         model, peft.LoraConfig(target_modules=["1"], modules_to_save=["gate_up"], r=2)
     )
-    return wrapped, first(model).modules_to_save["default"]
+    return wrapped, gate_up_of(model).modules_to_save["default"]
 
 
 OWNED = {
@@ -194,16 +195,16 @@ def test_what_a_module_owns_itself():
     model = model_of()
     quantized = grouped.quantize(model[0].down.weight.detach(), grouped.NVFP4())
     model[0].down.weight = nn.Parameter(quantized, requires_grad=False)
-    for root in (model, torch.compile(model), nn.Sequential(model, model), first(model)):
-        for layer in (first(model), model[0].down):
+    for root in (model, torch.compile(model), nn.Sequential(model, model), gate_up_of(model)):
+        for layer in (gate_up_of(model), model[0].down):
             assert Ownership(root).owner(layer, "weight") is None
 
 
 def test_tied_parameters_pass_together():
     model = model_of()
-    model[0].down.other = first(model).weight
+    model[0].down.other = gate_up_of(model).weight
     Ownership(model).check_replaceable(
-        [(first(model), "weight"), (model[0].down, "other")], "prepare()"
+        [(gate_up_of(model), "weight"), (model[0].down, "other")], "prepare()"
     )
 
 
@@ -213,15 +214,15 @@ def test_the_message_names_the_parameter():
         ValueError,
         match=r"^prepare\(\) cannot replace 0\.gate_up\.weight: it is on the meta device",
     ):
-        Ownership(model).check_replaceable([(first(model), "weight")], "prepare()")
+        Ownership(model).check_replaceable([(gate_up_of(model), "weight")], "prepare()")
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, grouped.optim.AdamW])
 def test_an_optimizer_of_replaced_parameters_raises_at_its_next_step(make):
     model = model_of()
     old, other_optimizer = make(model.parameters(), lr=0.1), make(model[1].parameters(), lr=0.1)
-    parameter = first(model).weight
-    first(model).weight = nn.Parameter(parameter.detach() * 2)
+    parameter = gate_up_of(model).weight
+    gate_up_of(model).weight = nn.Parameter(parameter.detach() * 2)
     retire([parameter], "prepare()")
     with pytest.raises(
         RuntimeError, match=r"holds a parameter of shape \(2, 64, 32\) that prepare\(\) replaced"

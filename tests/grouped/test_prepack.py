@@ -1,3 +1,5 @@
+"""Codes in the order of Hopper's registers: the layout bit by bit, and products of them."""
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ def weights():
     return grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True)
 
 
-def test_every_bit_is_where_it_is_said_to_be():
+def test_the_place_of_every_bit():
     bits = [(15, 9), (14, 3), (13, 0), (12, 6)]  # of s and of eem, by t
     for nibble in range(8):
         for code in range(16):
@@ -57,7 +59,7 @@ def test_bad_codes(codes, error, match):
         cute_kernels.prepack(codes)
 
 
-def test_there_and_back():
+def test_prepack_and_unpack():
     w = weights()
     packed = w.prepack()
     assert (
@@ -111,7 +113,7 @@ def test_only_weights_can_be_prepacked():
 
 
 @pytest.mark.emulated
-def test_other_architectures_say_so():
+def test_other_architectures_refuse_prepacked_weights():
     a = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
     with (
         cute_kernels.backend("emulated:sm_100a"),

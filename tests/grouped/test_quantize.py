@@ -1,3 +1,5 @@
+"""``grouped.quantize`` and members of its tensors, against tensors that are quantized alone."""
+
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ def ceil_div(a, b):
     return -(-a // b)
 
 
-def of_fp8(m, k, dtype, scales, scales_t):
+def fp8_member(m, k, dtype, scales, scales_t):
     return {"codes": ((m, k), dtype), "codes_t": ((k, m), dtype)} | {
         "scales": (scales, F32),
         "scales_t": (scales_t, F32),
@@ -65,8 +67,8 @@ MEMBERS = {
     "32x32": lambda m, k: (
         MEMBERS["mxfp8"](m, k) | dict.fromkeys(("codes", "codes_t"), ((m, k), E4M3))
     ),
-    "fp8_block": lambda m, k: of_fp8(m, k, E4M3, (m, ceil_div(k, 128)), (k, ceil_div(m, 128))),
-    "128x128": lambda m, k: of_fp8(
+    "fp8_block": lambda m, k: fp8_member(m, k, E4M3, (m, ceil_div(k, 128)), (k, ceil_div(m, 128))),
+    "128x128": lambda m, k: fp8_member(
         *(m, k, E5M2), (ceil_div(m, 128), ceil_div(k, 128)), (ceil_div(k, 128), ceil_div(m, 128))
     ),
 }

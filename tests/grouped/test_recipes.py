@@ -1,3 +1,5 @@
+"""Recipes: the formats of their roles, their options, and the combinations that they refuse."""
+
 import dataclasses
 import pickle
 
@@ -20,6 +22,7 @@ W = NVFP4(block=(16, 16))
 
 
 def output(recipe):
+    """Return output, gradient of x, and gradient of the weight of a step."""
     torch.manual_seed(1)
     layer = GroupedLinear(2, 64, 96, recipe=recipe)
     layer.weight = torch.nn.Parameter(sample(2, 96, 64))
@@ -96,7 +99,7 @@ def test_roles_of_the_named_recipes():
 
 
 @pytest.mark.parametrize("roles", [(FP8Block(), FP8Block(), FP8Block()), (MXFP8(), W, MXFP8())])
-def test_products_that_are_multiplied(roles):
+def test_supported_products(roles):
     output(Recipe(*roles))
 
 
@@ -112,7 +115,7 @@ def test_products_that_are_multiplied(roles):
         ((FP8(), FP8(E5M2), FP8()), "weight must have E4M3 codes, got fp8:dtype=e5m2"),
     ],
 )
-def test_products_that_are_not_multiplied(roles, message):
+def test_unsupported_products(roles, message):
     with pytest.raises(ValueError, match=message):
         Recipe(*roles)
 
@@ -128,7 +131,7 @@ def test_products_that_are_not_multiplied(roles, message):
         (recipes.NVFP4(), ".*: a recipe, which has one"),
     ],
 )
-def test_what_is_no_format_is_refused(fmt, message):
+def test_formats_must_be_records(fmt, message):
     with pytest.raises(TypeError, match=f"weight must be a format record{message}"):
         Recipe(NVFP4(), fmt, NVFP4())
     with pytest.raises(TypeError, match=f"fmt must be a format record{message}"):
@@ -172,7 +175,7 @@ def test_what_is_no_format_is_refused(fmt, message):
             TypeError,
             "history_length must be an integer, got 2.0",
         ),
-        # Of the two formats the one with the larger numbers.
+        # The format with the larger numbers decides.
         (lambda: DELAYED(margin=-115), ValueError, r"margin must leave 57344.0 \* 2\^-margin"),
         (
             lambda: DELAYED(algorithm="mean"),
@@ -182,7 +185,7 @@ def test_what_is_no_format_is_refused(fmt, message):
         (lambda: DELAYED(amax_group=3), TypeError, "amax_group must be a torch.distributed group"),
     ],
 )
-def test_other_errors(make, error, message):
+def test_recipes_check_their_arguments(make, error, message):
     with pytest.raises(error, match=message):
         make()
 

@@ -30,7 +30,7 @@ CHANGES = {
 }
 
 
-def _parts(layer: Layer) -> tuple[object, list[int]]:
+def _split_key(layer: Layer) -> tuple[object, list[int]]:
     key = layer.replay_key()
     assert key is not None
     options, tensors = key
@@ -46,8 +46,8 @@ def test_each_field_is_covered_or_excluded_by_name():
 def test_a_changed_field_changes_the_key(field):
     layer = Layer([_tensor()], None, recipes.MXFP8())
     item, two = (layer._replace(**{field: value}) for value in CHANGES[field])
-    assert _parts(item) != _parts(two)
-    assert _parts(item) == _parts(item._replace())
+    assert _split_key(item) != _split_key(two)
+    assert _split_key(item) == _split_key(item._replace())
 
 
 def test_a_grouped_weight_gives_its_layout_and_its_plain_tensors():

@@ -1,4 +1,4 @@
-"""What a call keeps for its backward pass: what that reads, and nothing else."""
+"""The tensors that a call saves for its backward pass, and no others."""
 
 import gc
 
@@ -37,6 +37,7 @@ def sort(saved):
 
 
 def expected_of_linear(recipe, rows, n, k, x=True, weight=True):
+    """Return the tensors that a linear layer saves."""
     if not recipe.is_quantized:
         return [plain(rows, k)] if x else []
     saved_tensors = copy_of(recipe.input, (rows, k)) if x else []
@@ -96,12 +97,12 @@ def test_frozen_operands_keep_nothing(frozen, recipe):
 
 
 @pytest.mark.parametrize("delay", [True, False])
-@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("is_quantized", [True, False])
 @pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
-def test_microbatches_keep_their_rows(recipe, held, delay):
+def test_microbatches_keep_their_rows(recipe, is_quantized, delay):
     """And the weight once; one that is quantized already as it is."""
     layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16, delay_wgrad=delay)
-    if held:
+    if is_quantized:
         layer.weight = torch.nn.Parameter(
             grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
         )
@@ -117,9 +118,7 @@ def test_microbatches_keep_their_rows(recipe, held, delay):
 
 @pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_peak(recipe):
-    """Beside the gradients live the output and what the first layer's gradients are made of: no
-    quantized weight.
-    """
+    """With the gradients live only the output and the operands of wgrad, but no quantized weight."""
     _, peak = measure(recipe, Sizes(experts=8, hidden=256, intermediate=128, tokens=64))
     rows, weight = 8 * 64, 8 * 256 * 128
     gradients = 2 * (3 * weight + rows * 256)
@@ -131,8 +130,8 @@ def test_peak(recipe):
 
 
 @pytest.mark.parametrize("is_moe", [False, True])
-def test_copies_of_weights_are_gone_before_gradients_are_made(monkeypatch, is_moe):
-    """Those of the second layer at its own, of the first at its: nothing else refers to them."""
+def test_quantized_weights_are_released_before_wgrad(monkeypatch, is_moe):
+    """A layer's copy is released before its own weight gradient is computed."""
     options = {"recipe": recipes.FP8Block(), "dtype": BF16}
     layer = (
         MoE(HIDDEN, WIDTH, GROUPS, 2, **options)

@@ -1,3 +1,5 @@
+"""Quantized tensors whose members have shapes of their own (``shapes``)."""
+
 import copy
 import itertools
 import re
@@ -75,7 +77,7 @@ def test_repr_reads_no_values():
 
 
 @pytest.mark.parametrize(
-    "given",
+    "shapes_form",
     [
         pytest.param(SHAPES, id="list"),
         pytest.param(tuple(SHAPES), id="tuple"),
@@ -84,8 +86,8 @@ def test_repr_reads_no_values():
         pytest.param([torch.Size(shape) for shape in SHAPES], id="sizes"),
     ],
 )
-def test_forms_of_shapes(given):
-    q = make(shapes=given)
+def test_forms_of_shapes(shapes_form):
+    q = make(shapes=shapes_form)
     assert q.member_shapes == tuple(SHAPES)
     assert all(type(size) is int for size in itertools.chain(*q.member_shapes))
 
@@ -114,7 +116,7 @@ def test_state_dicts_and_moves():
     assert_same_bytes(meta["w"].detach(), b["w"].dequantize().detach())
 
 
-def test_files_say_what_they_hold():
+def test_files_have_the_shapes():
     x = make()
     rebuild, (shape, dtype, name, fields, *more) = x.__reduce_ex__(2)
     assert fields["shapes"] == tuple(SHAPES)
@@ -206,7 +208,7 @@ def test_fake_tensors_read_nothing():
         assert (fake.shape, fake.stride(), fake.dtype) == (t.shape, t.stride(), t.dtype)
 
 
-#: What is passed beside x (400,) and shapes, by the message.
+#: Changed arguments of x (400,) and its shapes, by the message.
 TYPE_ERRORS = {
     "int32 or int64": {"shapes": torch.ones(2, 2)},
     "must hold integers, got 64.0 at 0": {"shapes": [(5, 64.0)]},
@@ -226,7 +228,7 @@ VALUE_ERRORS = {
 
 
 @pytest.mark.parametrize("message", [*TYPE_ERRORS, *VALUE_ERRORS])
-def test_rules_that_are_broken(message):
+def test_quantize_checks_shapes(message):
     error, errors = (
         (TypeError, TYPE_ERRORS) if message in TYPE_ERRORS else (ValueError, VALUE_ERRORS)
     )
@@ -244,7 +246,7 @@ def test_shapes_on_a_tensor_cannot_be_traced(fresh_dynamo):
         step(sample(CAPACITY), torch.tensor(SHAPES))
 
 
-def test_parts_that_do_not_fit():
+def test_the_constructor_checks_its_parts():
     x = make()
     facts = ("shape", "dtype", "offs", "rowwise", "columnwise")
     fields = {name: getattr(x, name) for name in facts} | {"fmt": x.format, "shapes": SHAPES}
@@ -260,7 +262,7 @@ def test_parts_that_do_not_fit():
             GroupedTensor(**fields | changes)
 
 
-def test_no_product_takes_them():
+def test_products_refuse_shapes():
     shaped, rows, offs = make(), ragged(NVFP4), [7, 7, 33]
     plain = sample(36, 64)
     for call, message in (

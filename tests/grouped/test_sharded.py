@@ -1,3 +1,5 @@
+"""Layers under FSDP2: initialization, training and cached weights, against plain layers."""
+
 import math
 import warnings
 
@@ -29,11 +31,12 @@ def mesh(request):
     dist.destroy_process_group()
 
 
-#: Of one rank only.
+#: Runs with a mesh of one rank only.
 alone = pytest.mark.parametrize("mesh", [1], indirect=True)
 
 
 def assert_initialized(parameter, fan_in):
+    """Check that a local shard has values of the uniform initialization."""
     values = parameter.to_local().detach()
     bound = 1 / math.sqrt(fan_in)
     assert values.numel() and values.abs().max() <= bound * (1 + 1e-6)

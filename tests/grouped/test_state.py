@@ -1,3 +1,5 @@
+"""``state_dict``, copies and moves of grouped layers with plain and quantized weights."""
+
 import pytest
 import torch
 from torch import nn
@@ -21,14 +23,14 @@ K, N, G = 64, 48, 3
 OFFS = [13, 13, 35]
 
 
-def layer_of(single=True, bias=True, **options):
+def make_layer(single=True, bias=True, **options):
     options.setdefault("dtype", BF16)
     options.setdefault("recipe", RECIPES["row-scaled"])
     return GroupedLinear(G, K, N, bias, single_parameter=single, **options)
 
 
 def quantized_layer(fmt=WEIGHT_FORMAT, requires_grad=True):
-    layer = layer_of()
+    layer = make_layer()
     layer.weight = nn.Parameter(grouped.quantize(layer.weight, fmt, columnwise=True), requires_grad)
     return layer
 
@@ -42,7 +44,7 @@ def same_output(a, b):
 @pytest.mark.parametrize("target", [True, False])
 @pytest.mark.parametrize("source", [True, False])
 def test_either_form_loads_into_either(source, target, bias):
-    a, b = layer_of(source, bias), layer_of(target, bias)
+    a, b = make_layer(source, bias), make_layer(target, bias)
     state = a.state_dict()
     keys = set(state)
     result = b.load_state_dict(state)
@@ -53,14 +55,14 @@ def test_either_form_loads_into_either(source, target, bias):
 
 @pytest.mark.parametrize("single", [True, False])
 def test_a_redundant_form_is_dropped(single):
-    layer, same, target = layer_of(single), layer_of(single), layer_of(not single)
+    layer, same, target = make_layer(single), make_layer(single), make_layer(not single)
     layer.load_state_dict(target.state_dict() | same.state_dict())
     same_output(layer, same)
 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_partial_set_is_missing_keys(strict):
-    layer, state = layer_of(), layer_of(single=False).state_dict()
+    layer, state = make_layer(), make_layer(single=False).state_dict()
     del state["weight1"]
     before = layer.weight.detach().clone()
     if strict:
@@ -76,17 +78,17 @@ def test_a_partial_set_is_missing_keys(strict):
 def test_stacks_of_other_sizes_are_refused():
     state = GroupedLinear(G + 1, K, N, dtype=BF16).state_dict()
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
-        layer_of().load_state_dict(state)
+        make_layer().load_state_dict(state)
     with pytest.raises(RuntimeError, match="Missing key"):
-        layer_of(single=False).load_state_dict(state)
+        make_layer(single=False).load_state_dict(state)
 
 
 @pytest.mark.parametrize("single", [True, False])
 def test_a_bias_with_a_unit_dimension(single):
-    source = layer_of()
+    source = make_layer()
     state = source.state_dict()
     state["bias"] = state["bias"].unsqueeze(1)
-    layer = layer_of(single)
+    layer = make_layer(single)
     layer.load_state_dict(state)
     same_output(layer, source)
 
@@ -116,7 +118,7 @@ def test_assigning_keeps_requires_grad(assign):
 
 
 def test_dense_and_quantized_weights_convert():
-    dense, quantized = layer_of(), quantized_layer()
+    dense, quantized = make_layer(), quantized_layer()
     quantized.load_state_dict(dense.state_dict())
     want = grouped.quantize(dense.weight, WEIGHT_FORMAT, columnwise=True)
     assert_same_buffers(bytes_of(quantized.weight), bytes_of(want))
@@ -127,25 +129,25 @@ def test_dense_and_quantized_weights_convert():
     target.load_state_dict(quantized.state_dict())
     want = grouped.quantize(want.dequantize(), grouped.NVFP4())
     assert_same_bytes(target.weight.dequantize().detach(), want.dequantize())
-    discrete = layer_of(single=False)
+    discrete = make_layer(single=False)
     discrete.load_state_dict(quantized.state_dict())
     same_output(dense, discrete)
 
 
-def test_loading_and_moving_drop_the_kept_weight():
+def test_loading_and_moving_drop_the_cached_weight():
     x = sample(40, K)
     for change in (
-        lambda layer: layer.load_state_dict(layer_of().state_dict()),
+        lambda layer: layer.load_state_dict(make_layer().state_dict()),
         lambda layer: layer.to(F16),
     ):
-        layer = layer_of()
+        layer = make_layer()
         layer(x, OFFS, is_first_microbatch=True)
         change(layer)
         with pytest.raises(RuntimeError, match="there is none"):
             layer(x, OFFS, is_first_microbatch=False)
 
 
-@pytest.mark.parametrize("make", [layer_of, quantized_layer])
+@pytest.mark.parametrize("make", [make_layer, quantized_layer])
 @each_copy
 def test_copies_of_modules(copied, make):
     a = make()
@@ -180,8 +182,8 @@ def test_moving_a_quantized_weight(requires_grad, swap):
 @pytest.mark.parametrize("single", [True, False])
 def test_construction_on_meta(single):
     torch.manual_seed(3)
-    eager = layer_of(single)
-    layer = layer_of(single, device="meta")
+    eager = make_layer(single)
+    layer = make_layer(single, device="meta")
     assert all(p.is_meta for p in layer.parameters())
     x = torch.empty(40, K, dtype=BF16, device="meta", requires_grad=True)
     y = layer(x, torch.empty(G, dtype=I32, device="meta"))
@@ -195,5 +197,5 @@ def test_construction_on_meta(single):
 
 def test_repr():
     assert "in_features=64, out_features=48" in repr(
-        layer_of()
-    ) and "recipe=NVFP4RowScaled" in repr(layer_of())
+        make_layer()
+    ) and "recipe=NVFP4RowScaled" in repr(make_layer())

@@ -1,3 +1,5 @@
+"""``GroupedTensor`` as a tensor: views, copies, data, files, arithmetic, and refused ops."""
+
 import copy
 import re
 
@@ -118,7 +120,7 @@ def test_views_of_the_same_shape_share_the_storage(fmt, make_one, view):
 
 
 @pytest.mark.parametrize(
-    "other",
+    "make_other",
     [
         lambda p: parameter(False),
         lambda p: p.data.prepack(),
@@ -132,9 +134,9 @@ def test_views_of_the_same_shape_share_the_storage(fmt, make_one, view):
     ids=["same kind", "prepacked", "dtype", "one direction", "format", "128x128", "mxfp8", "fp8"],
 )
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_assigning_data(other, requires_grad):
+def test_assigning_data(make_other, requires_grad):
     p = parameter(requires_grad)
-    detached, old, new = p.detach(), p.data.clone(), other(p).detach()
+    detached, old, new = p.detach(), p.data.clone(), make_other(p).detach()
     p.data = new
     assert isinstance(p, nn.Parameter) and p.requires_grad is requires_grad and p.is_leaf
     assert_same_tensor(p.data, new)
@@ -219,7 +221,7 @@ def test_tensors_made_like_one_are_plain(create, shape):
     assert type(got) is torch.Tensor and got.shape == shape and got.dtype == BF16
 
 
-def test_those_that_are_filled_by_others_are_grouped():
+def test_buffers_for_copies_are_grouped():
     p = parameter()
     for make, groups in ((torch.empty_like(p), 3), (p.new_zeros(5, 48, 64), 5)):
         assert (
@@ -357,7 +359,7 @@ ALTERNATIVES = {
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", [*REFUSED])
-def test_what_would_decode_behind_your_back_is_refused(name, inference):
+def test_ops_that_would_decode_are_refused(name, inference):
     w = uniform()
     before = bytes_of(w)
     with (

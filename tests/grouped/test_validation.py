@@ -1,3 +1,5 @@
+"""The constructor of ``GroupedTensor`` and files: parts that do not fit are named."""
+
 import pytest
 import torch
 
@@ -10,23 +12,23 @@ from .cases import EVERY_FORMAT, FORMATS, bytes_of, ragged, uniform
 every_format = pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
 
 
-def parts(x):
+def parts_of(x):
     return [x.shape, x.dtype, x.format, x.offs, x.rowwise, x.columnwise]
 
 
 @pytest.mark.parametrize("make", [ragged, uniform])
 @pytest.mark.parametrize("directions", [(True, True), (True, False), (False, True)])
 @every_format
-def test_the_parts_of_a_tensor_make_it_again(fmt, make, directions):
+def test_the_constructor_restores_a_tensor(fmt, make, directions):
     x = make(fmt)
-    arguments = parts(x)
+    arguments = parts_of(x)
     for i, is_held in zip((4, 5), directions, strict=True):
         arguments[i] = arguments[i] if is_held else None
     got, copy = bytes_of(GroupedTensor(*arguments)), bytes_of(x)
     assert_same_buffers(got, {name: copy[name] for name in got})
     assert GroupedTensor(*arguments, requires_grad=True).requires_grad
     prepacked = uniform().prepack()
-    assert GroupedTensor(*parts(prepacked)).format == prepacked.format
+    assert GroupedTensor(*parts_of(prepacked)).format == prepacked.format
 
 
 SHAPE, DTYPE, FORMAT, OFFS, ROWWISE, COLUMNWISE = range(6)
@@ -69,8 +71,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("make", "index", "change", "error", "match"), WRONG.values(), ids=WRONG)
-def test_parts_that_do_not_fit_are_refused(make, index, change, error, match):
-    arguments = parts(make())
+def test_parts_are_checked(make, index, change, error, match):
+    arguments = parts_of(make())
     arguments[index] = change(arguments[index])
     with pytest.raises(error, match=match):
         GroupedTensor(*arguments)
@@ -80,7 +82,7 @@ def test_parts_that_do_not_fit_are_refused(make, index, change, error, match):
 @pytest.mark.parametrize("index", [ROWWISE, COLUMNWISE])
 @every_format
 def test_each_buffer_of_any_format_is_checked(fmt, index, make):
-    arguments = parts(make(fmt))
+    arguments = parts_of(make(fmt))
     copy, direction = arguments[index], "rowwise" if index == ROWWISE else "columnwise"
     for name, buffer in copy._asdict().items():
         for wrong, error in (
@@ -96,7 +98,7 @@ def test_each_buffer_of_any_format_is_checked(fmt, index, make):
 
 def test_prepacked_activations_are_refused():
     with pytest.raises(ValueError, match="prepacked weights are uniform"):
-        GroupedTensor(*parts(ragged(FORMATS["1x16"])), prepacked=True)
+        GroupedTensor(*parts_of(ragged(FORMATS["1x16"])), prepacked=True)
 
 
 def test_a_file_of_a_newer_version_says_which_field_it_has():

@@ -1,3 +1,5 @@
+"""Variants of NVFP4: seeds of stochastic rounding, the Hadamard transform, four over six."""
+
 import dataclasses
 
 import pytest

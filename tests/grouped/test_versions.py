@@ -1,3 +1,5 @@
+"""Version counters of GroupedTensors: writes between a forward and its backward pass raise."""
+
 import pytest
 import torch
 from torch import nn
@@ -130,13 +132,13 @@ OPERANDS = {
 
 
 @pytest.mark.parametrize("kind", [*OPERANDS])
-@pytest.mark.parametrize("which", ["a", "b", "bias", "out"])
-def test_out_refuses_what_requires_a_gradient(kind, which):
+@pytest.mark.parametrize("argument", ["a", "b", "bias", "out"])
+def test_out_refuses_tensors_that_require_a_gradient(kind, argument):
     a, b, options = OPERANDS[kind]()
     tensors = {"a": a, "b": b, "bias": torch.zeros(G, N), "out": torch.zeros(40, N)}
-    tensors[which] = tensors[which].detach().requires_grad_()
+    tensors[argument] = tensors[argument].detach().requires_grad_()
     options |= {"bias": tensors["bias"], "out": tensors["out"]}
-    with pytest.raises(RuntimeError, match=f"{which} requires a gradient.*leave out= away"):
+    with pytest.raises(RuntimeError, match=f"{argument} requires a gradient.*leave out= away"):
         grouped.grouped_gemm(tensors["a"], tensors["b"], **options)
     assert not tensors["out"].detach().any()
     with torch.no_grad():

@@ -44,6 +44,7 @@ def ends(split, device=CUDA):
 
 @pytest.fixture
 def no_synchronization():
+    """Fail on a synchronization with the host."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     yield

@@ -18,7 +18,7 @@ FORMATS = [grouped.NVFP4(), grouped.MXFP8(), grouped.FP8Block(block=(128, 128)),
 RECIPES = {"NVFP4": recipes.NVFP4(), "FP8Block": recipes.FP8Block(), "W4A16": recipes.BF16()}
 
 
-def model_of(recipe=RECIPES["NVFP4"], **options):
+def make_model(recipe=RECIPES["NVFP4"], **options):
     torch.manual_seed(0)
     model = nn.ModuleDict(
         {"mlp": grouped.nn.GroupedMLP(2, 64, 64, bias=True, recipe=recipe, dtype=BF16)}
@@ -55,7 +55,7 @@ def prepared_by_accelerator(model):
     "offload", [cpu_offload, cpu_offload_with_hook, dispatch, prepared_by_accelerator]
 )
 def test_offloaded_weights_have_the_same_bits(offload, recipe):
-    model = model_of(recipe)
+    model = make_model(recipe)
     want = run(model)
     offload(model)
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_offloaded_weights_have_the_same_bits(offload, recipe):
 
 
 def test_offloaded_weights_come_back():
-    model = model_of()
+    model = make_model()
     want = run(model)
     cpu_offload(model)
     accelerate.hooks.remove_hook_from_submodules(model)
@@ -94,7 +94,7 @@ def test_a_parameter_by_its_class():
 
 
 def test_disk_offload_is_refused_before_anything_changes(tmp_path):
-    model = model_of()
+    model = make_model()
     want = run(model)
     for dtype in (BF16, F16, F32):
         copied = copy.deepcopy(model).to(dtype)
@@ -153,13 +153,13 @@ def test_files_that_hold_plain_tensors_only(save, tmp_path):
             "no memory of its own", "to_parts()", "from_parts", "grouped.checkpoint.save"
         ),
     ):
-        save(model_of(), tmp_path)
+        save(make_model(), tmp_path)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_other_libraries_get_no_null_pointer():
     with pytest.raises(AttributeError, match=contains_all("no memory of its own", ".dequantize()")):
-        _ = model_of()["mlp"].down.weight.__cuda_array_interface__
+        _ = make_model()["mlp"].down.weight.__cuda_array_interface__
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -180,7 +180,7 @@ def test_what_the_message_advises(fmt, tmp_path):
     ],
 )
 def test_copies_of_prepared_models(copied, tmp_path):
-    model = model_of()
+    model = make_model()
     if copied is None:
         torch.save(model, tmp_path / "model")
         copied_value = torch.load(tmp_path / "model", weights_only=False)
@@ -197,7 +197,7 @@ def test_copies_of_prepared_models(copied, tmp_path):
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_prepared_models_change_their_dtype(recipe, dtype):
-    model = model_of(recipe)
+    model = make_model(recipe)
     want = run(model)
     model.to(dtype)
     x = torch.randn(32, 64, generator=seeded_generator(1)).to(BF16).to(dtype)
@@ -208,7 +208,7 @@ def test_prepared_models_change_their_dtype(recipe, dtype):
 
 
 def test_a_dtype_that_no_weight_has():
-    model = model_of()
+    model = make_model()
     with pytest.raises(
         TypeError, match="dtype must be bfloat16 or float16 or float32, got float64"
     ):
@@ -216,7 +216,7 @@ def test_a_dtype_that_no_weight_has():
 
 
 def test_swapped_weights():
-    a, b = model_of(), model_of()
+    a, b = make_model(), make_model()
     with torch.no_grad():
         b["mlp"].down.weight.mul_(2)
     wants = run(b), run(a)

@@ -1,3 +1,5 @@
+"""torchtitan's experts converted to grouped ones, against torchtitan's own."""
+
 import dataclasses
 
 import pytest
@@ -65,7 +67,7 @@ def on_two_ranks(rank, folder):
             setattr(spread.inner_experts, name, nn.Parameter(shard))
         spread.token_dispatcher.wire_meshes(ep_mesh=mesh)
         x, dy = torch.randn(2, 2, 20, 64, dtype=BF16)
-        # Of the second rank none goes to the last expert.
+        # No token of rank 1 goes to the last expert.
         ids = torch.stack([torch.rand(20, experts).topk(2).indices for experts in (4, 3)])
         scores, results = torch.rand(2, 20, 2), []
         for experts, mine in ((alone, slice(None)), (spread, slice(rank, rank + 1))):
@@ -124,7 +126,7 @@ def test_what_is_refused():
 
 @dataclasses.dataclass
 class Tree(Configurable.Config):
-    """What stands for the configuration of a model, or of all."""
+    """Stands for the configuration of a model."""
 
     layers: list = dataclasses.field(default_factory=list)
 

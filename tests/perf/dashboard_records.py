@@ -1,3 +1,5 @@
+"""Records and numerics of examples that the tests of the dashboard draw."""
+
 import functools
 from dataclasses import replace
 

@@ -1,3 +1,5 @@
+"""The lists of benchmark cases."""
+
 import pytest
 
 from perf.cases import HEADLINE, MODELS, ROUTINGS, end_rows_of, split_rows

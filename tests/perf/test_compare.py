@@ -1,3 +1,5 @@
+"""``perf compare`` and the check of counts in CI, on records written here."""
+
 from dataclasses import replace
 
 import pytest
@@ -22,8 +24,8 @@ def verdict(old, value):
     return got
 
 
-def runs(*values, of=TIME, **fields):
-    return [replace(of, value=value, **fields) for value in values]
+def runs(*values, record=TIME, **fields):
+    return [replace(record, value=value, **fields) for value in values]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_the_check_of_ci(tmp_path, capsys):
     def check(*found, partial=False):
         return committed.check(list(found), path, partial=partial)
 
-    same, worse, better = runs(100_000, 103_000, 1, of=COUNT)
+    same, worse, better = runs(100_000, 103_000, 1, record=COUNT)
     assert check(worse, changed_record) == 1
     assert committed.RENEW in capsys.readouterr().out
     assert [

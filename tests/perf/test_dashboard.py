@@ -1,3 +1,5 @@
+"""The page of the dashboard: its data, links and text."""
+
 import base64
 import gzip
 import json

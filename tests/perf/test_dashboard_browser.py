@@ -41,9 +41,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def shown(folder, which, view):
+def shown(folder, file_name, view):
     """Titles, text and elements of a view; what it writes to its console fails."""
-    url = f"{(folder / f'{which}.html').as_uri()}#{view}"
+    url = f"{(folder / f'{file_name}.html').as_uri()}#{view}"
     command = [CHROMIUM, *OPTIONS.split(), f"--user-data-dir={folder / 'profile'}", url]
     process = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "CONSOLE" not in process.stderr, process.stderr
@@ -52,10 +52,11 @@ def shown(folder, which, view):
 
 
 @pytest.mark.parametrize(
-    ("which", "view"), [*(("made", v) for v in MADE), *(("committed", v) for v in ("", *PLOTS[:2]))]
+    ("file_name", "view"),
+    [*(("made", v) for v in MADE), *(("committed", v) for v in ("", *PLOTS[:2]))],
 )
-def test_views_are_drawn(folder, which, view):
-    titles, text, main = shown(folder, which, view)
+def test_views_are_drawn(folder, file_name, view):
+    titles, text, main = shown(folder, file_name, view)
     assert len(titles) == 1 and "<td" in main
     assert not re.search(
         "No records|no points|undefined"
@@ -69,7 +70,7 @@ def test_views_are_drawn(folder, which, view):
     assert main.count('class="point ') == points and bool(points) == view.startswith("view=")
     if view == "view=history":
         assert (text.count("▲ worse"), text.count("▼ better")) == (3, 3)
-    if which == "made" and view in ("", KERNEL):
+    if file_name == "made" and view in ("", KERNEL):
         names = (
             {"ours", "torch"} if view else {r.contender for r in CURRENT} - {"ours, tile 128x16"}
         )

@@ -1,3 +1,5 @@
+"""``perf explain`` on records written here."""
+
 import math
 import re
 import statistics

@@ -1,3 +1,5 @@
+"""Peers of the benchmarks: availability, arguments and equal results."""
+
 import os
 from pathlib import Path
 

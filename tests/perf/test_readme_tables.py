@@ -1,3 +1,5 @@
+"""The README's tables of measurements against the committed records."""
+
 from dataclasses import replace
 
 import pytest

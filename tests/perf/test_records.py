@@ -1,3 +1,5 @@
+"""Records of measurements: validity, files, and the latest record of a case."""
+
 import json
 from dataclasses import asdict, replace
 
@@ -52,8 +54,8 @@ _RECORDS = st.builds(
 )
 
 
-def sorted_texts(found):
-    return sorted(json.dumps(asdict(record), sort_keys=True) for record in found)
+def sorted_texts(records):
+    return sorted(json.dumps(asdict(record), sort_keys=True) for record in records)
 
 
 @settings(max_examples=60)

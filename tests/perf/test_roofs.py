@@ -1,3 +1,5 @@
+"""Upper bounds of rates: records beyond the hardware's limits are refused."""
+
 import unittest.mock
 from dataclasses import replace
 
@@ -141,13 +143,13 @@ def test_bytes_of_the_case_would_be_refused():
         )
 
 
-@pytest.mark.parametrize("who", ["ours", "torch"])
-def test_an_impossible_record_is_not_kept(who, capsys):
+@pytest.mark.parametrize("contender_name", ["ours", "torch"])
+def test_an_impossible_record_is_not_kept(contender_name, capsys):
     """Neither are the others of the contender; what else was measured is."""
     report = Report()
     fast, slow = (
         Contender(name, "bfloat16", lambda: int, lambda got: 0.0, bytes=510 * MB)
-        for name in (who, "slow")
+        for name in (contender_name, "slow")
     )
     times = [
         [Measurement(quantity, us, "us", "L2-cold") for quantity in ("eager time", "time")]
@@ -162,12 +164,12 @@ def test_an_impossible_record_is_not_kept(who, capsys):
     assert [(r.contender, r.quantity) for r in got_value] == [
         ("slow", "eager time"),
         ("slow", "time"),
-        (who, FAILURE),
+        (contender_name, FAILURE),
     ]
-    assert "5.1 TB/s" in got_value[-1].note and report.is_bad == (who == "ours")
+    assert "5.1 TB/s" in got_value[-1].note and report.is_bad == (contender_name == "ours")
     assert print_report(report) == report.is_bad
     assert (
-        f"IMPOSSIBLE, so not kept: s rows=1: {who} [bfloat16]: its bytes take 5.1 TB/s"
+        f"IMPOSSIBLE, so not kept: s rows=1: {contender_name} [bfloat16]: its bytes take 5.1 TB/s"
         in capsys.readouterr().err
     )
 

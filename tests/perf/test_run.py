@@ -1,3 +1,5 @@
+"""``perf run``: the choice of cases and contenders, measurements, and records."""
+
 import dataclasses
 import functools
 import re

@@ -1,3 +1,5 @@
+"""The families of kernels that ``perf sanitize`` runs, without the sanitizer."""
+
 import inspect
 
 import pytest
@@ -14,9 +16,9 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("part", [*OPS])
-def test_parts_run(monkeypatch, capsys, part):
-    name, argument = OPS[part]
+@pytest.mark.parametrize("family", [*OPS])
+def test_families_run(monkeypatch, capsys, family):
+    name, argument = OPS[family]
     op, called = getattr(sanitize.ops, name), set()
 
     def run(*args, **kwargs):
@@ -28,7 +30,7 @@ def test_parts_run(monkeypatch, capsys, part):
     monkeypatch.setattr(sanitize, "_WIDE", 512)
     monkeypatch.setattr(sanitize.ops, name, run)
     with cute_kernels.backend("reference"):
-        sanitize.FAMILIES[part]()
+        sanitize.FAMILIES[family]()
     assert "not here" not in capsys.readouterr().out
     pairs = [pair for pair in sanitize.PAIRS if pair.a and pair.b]
     wanted = {
@@ -36,7 +38,7 @@ def test_parts_run(monkeypatch, capsys, part):
         "m_grouped": ["bfloat16", *(pair.b for pair in pairs if pair.is_valid_for("fprop"))],
         "k_grouped": ["bfloat16", *(pair.a for pair in pairs if pair.is_valid_for("wgrad"))],
     }
-    assert called == set(wanted[part])
+    assert called == set(wanted[family])
 
 
 @pytest.mark.emulated

@@ -1,3 +1,5 @@
+"""Bytes that ops move by the model of ``perf.traffic``."""
+
 import json
 from dataclasses import replace
 

@@ -137,7 +137,7 @@ def test_circles_are_found():
 
 
 def test_no_files_import_each_other():
-    """Imports inside functions and for type checkers count; kernels that configurations name do not."""
+    """Imports in functions and for type checkers count; names of kernels in strings do not."""
     assert not circles({name: all_imports(parse(name)) & set(MODULES) for name in MODULES})
 
 

@@ -37,7 +37,7 @@ class Codec(abc.ABC):
     Args:
         fmt: Record of the format.
         dtype: Data type of the plain tensor: of the input, or of the decoded output.
-        arch: Name of the architecture whose instructions are used; None for codecs that only
+        arch: Name of the architecture whose instructions are used. None for codecs that only
             decode, which is the same code everywhere.
 
     Attributes:
@@ -135,7 +135,7 @@ class Codec(abc.ABC):
             words: One word per row of the block: two columns of 16-bit elements, or one fp32
                 column.
             factors: Encode factor of each column.
-            swizzle_xor: Word i belongs to row i ^ swizzle_xor. 0, 2, 4 or 6; for byte codes 0 or 4.
+            swizzle_xor: Word i belongs to row i ^ swizzle_xor. 0, 2, 4 or 6. For byte codes 0 or 4.
         """
 
     def choose_row(

@@ -75,11 +75,11 @@ def choose_config(
         problem: Sizes of the product.
         num_sms: Number of SMs of the GPU.
         tile: A legal tile to use whatever its estimated time is.
-        bandwidth: Peak bytes per second of the GPU's memory; None for that of the GPU that the
+        bandwidth: Peak bytes per second of the GPU's memory. None for that of the GPU that the
             model of time describes.
 
     Raises:
-        ValueError: No tile, or not the given tile, can compute the problem; the message says why.
+        ValueError: No tile, or not the given tile, can compute the problem. The message says why.
     """
     candidates = []
     reason = ""

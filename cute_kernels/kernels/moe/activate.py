@@ -78,14 +78,14 @@ class ActivateKernel(GridKernel):
         """Compute the activation or its gradient, row by row.
 
         Args:
-            x: (R, W) input; W is 2 N if the activation is gated.
-            grad: (R, N) gradient of the weighted activation, or None.
-            offs: (E,) int32 end rows, or None.
-            weight: (T * top_k,) fp32 routing weights, or None.
-            pair: (R,) int32 index of each row's weight, or None.
-            out: (R, N) activation, or (R, W) gradient of x.
-            scaled: (R, N) weighted activation, or None.
-            dweight: (T * top_k,) fp32 gradient of the weights, or None.
+            x: (R, W). Input; W is 2 N if the activation is gated.
+            grad: (R, N). Gradient of the weighted activation. Optional.
+            offs: (E,) int32. End rows. Optional.
+            weight: (T * top_k,) fp32. Routing weights. Optional.
+            pair: (R,) int32. Index of each row's weight. Optional.
+            out: (R, N). Activation, or (R, W) gradient of x.
+            scaled: (R, N). Weighted activation. Optional.
+            dweight: (T * top_k,) fp32. Gradient of the weights. Optional.
         """
         lane = cute.arch.lane_idx()
         row = cute.arch.block_idx()[0] * _WARPS + cute.arch.thread_idx()[0] // WARP_SIZE

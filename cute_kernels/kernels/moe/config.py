@@ -129,7 +129,7 @@ class ActivateConfig:
         arch: Name of the architecture.
         dtype: Data type of inputs and outputs.
         gradient: Compute the gradient.
-        weighted: Rows have routing weights; for gradients only.
+        weighted: Rows have routing weights. For gradients only.
         interleaved: The halves of a gated activation alternate column by column.
         ragged: Rows behind the last group are not written.
         vectorized: Eight columns of the result are 16 bytes or more and are accessed at once.

@@ -63,11 +63,11 @@ class RouterKernel(GridKernel):
 
         Args:
             logits: (T, E) fp32.
-            bias: (E,) fp32 that is added to the scores for the choice, or None.
-            end: (1,) int32, tokens from there on get id -1; or None.
-            weights: (T, top_k) fp32 output.
-            ids: (T, top_k) int64 output.
-            scores: (T, E) fp32 output.
+            bias: (E,) fp32 that is added to the scores for the choice. Optional.
+            end: (1,) int32. Tokens from there on get id -1. Or None.
+            weights: (T, top_k) fp32. Output.
+            ids: (T, top_k) int64. Output.
+            scores: (T, E) fp32. Output.
             groups: Groups of experts.
             top_groups: Groups that a token may choose from.
             factor: Factor of the weights.

@@ -89,10 +89,10 @@ class RoutingKernel:
 
         Args:
             ids: (T * top_k,) int32 or int64 expert of each pair.
-            offs: (E,) int32 output, the end row of each expert.
-            token: (T * top_k,) int32 output, the token of each row, or -1.
-            pair: (T * top_k,) int32 output, the pair of each row, or -1.
-            row: (T * top_k,) int32 output, the row of each pair, or -1.
+            offs: (E,) int32. Output, the end row of each expert.
+            token: (T * top_k,) int32. Output, the token of each row, or -1.
+            pair: (T * top_k,) int32. Output, the pair of each row, or -1.
+            row: (T * top_k,) int32. Output, the row of each pair, or -1.
             top_k: Experts of a token.
         """
         smem = cutlass.memory.SmemAllocator()

@@ -107,7 +107,7 @@ class RowsConfig(CopyConfig):
     Attributes:
         warps_per_row: 1, 2, 4, 8 or 16.
         num_stages: Stages of the team's pipeline in shared memory.
-        rows_per_warp: 1, 2, 4 or 8; more than 1 only if ``warps_per_row`` is 1.
+        rows_per_warp: 1, 2, 4 or 8. More than 1 only if ``warps_per_row`` is 1.
         arch: Name of the architecture.
         prologue: Gather or activation before quantization, if any.
     """
@@ -280,7 +280,7 @@ class TileConfig(CopyConfig):
     Attributes:
         rowwise: Write the rowwise copy.
         columnwise: Write the columnwise copy.
-        compute_amax: Compute the amaxes first; else they are inputs.
+        compute_amax: Compute the amaxes first. Else they are inputs.
         arch: Name of the architecture.
         prologue: Gather or activation before quantization, if any.
         is_member: The tensor is one of several that share a seed, and takes the offset of its

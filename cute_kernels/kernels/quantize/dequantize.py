@@ -49,7 +49,7 @@ class RowAddresses(NamedTuple):
     Attributes:
         codes: Global address of the codes.
         pitch: Bytes from one row of codes to the next.
-        scales: Address of the scale tile, or of the scale of the row's block; None without block
+        scales: Address of the scale tile, or of the scale of the row's block. None without block
             scales.
         scale_step: Bytes to the scale of the next row, if scales are not in tiles.
         selector: ``prmt`` selector that takes the byte of the lane's block from the words of two
@@ -120,10 +120,10 @@ class Dequantizer(GridKernel):
 
         Args:
             codes: Codes of the copy.
-            scales: Block scales of the copy, or None.
-            global_scale: (T,) or (G,) fp32, or None.
+            scales: Block scales of the copy. Optional.
+            global_scale: (T,) or (G,) fp32. Optional.
             offs: (G,) int32, None if uniform.
-            out: (T, K) or (G, N, K) output.
+            out: (T, K) or (G, N, K). Output.
             fresh: Not 0 to write zeros to the tail.
         """
         groups = GroupCursor.from_tensors(out, offs)

@@ -198,8 +198,8 @@ class RowsQuantizer(RowTeam):
         """Run the loader: lane ``team`` fills the stages of its team.
 
         Args:
-            x: (T, K) or (G, N, K) input; its width follows from the prologue.
-            index: (R,) int32 rows of x if rows are gathered, else None.
+            x: (T, K) or (G, N, K). Input. Its width follows from the prologue.
+            index: (R,) int32. Rows of x if rows are gathered, else None.
             offs: (G,) int32, None if uniform.
             team: Team that this lane serves.
             shared: Shared memory.

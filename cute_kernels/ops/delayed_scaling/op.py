@@ -55,15 +55,15 @@ class DelayedScalingUpdate(FormatOp):
     history.
 
     Args:
-        amax_history: (L, n) fp32, contiguous; row 0 collects the amaxes of this step, row 1 is
-            the oldest.
+        amax_history: (L, n) fp32, contiguous. Row 0 collects the amaxes of this step, row 1 is the
+            oldest.
         scale: (n,) fp32, contiguous.
-        format: Text of the format; its element determines FP8_MAX.
-        amax: (n,) fp32 to use instead of row 0, such as an amax that was reduced over processes;
-            its sign is dropped.
+        format: Text of the format. Its element determines FP8_MAX.
+        amax: (n,) fp32 to use instead of row 0, such as an amax that was reduced over processes.
+            Its sign is dropped.
         margin: FP8_MAX is divided by two to this power.
         algorithm: ``"max"`` or ``"most_recent"``.
-        skip_nonfinite: Treat an infinite or NaN ``last`` as 0; row 0 becomes ``last``.
+        skip_nonfinite: Treat an infinite or NaN ``last`` as 0. Row 0 becomes ``last``.
     """
 
     amax_history: Tensor

@@ -37,9 +37,9 @@ class GroupedDequantize(FormatOp):
         scales: Other buffers of that direction that decode (``Format.operand_names``): block
             scales, and the first vector of the global scale.
         format: Text of the format.
-        rows: T; N if uniform; or the capacity with ``shapes``.
+        rows: T; N if uniform. Or the capacity with ``shapes``.
         dtype: Dtype of the result: bf16, fp16 or fp32.
-        offs: (G,) int32 end rows, or None for uniform groups.
+        offs: (G,) int32. End rows, or None for uniform groups.
         columnwise: True for the columnwise copy.
         shapes: [m0, n0, m1, n1, ...]: rows and columns of groups that have shapes of their own;
             ``codes`` and ``scales`` are then flat.

@@ -34,7 +34,7 @@ def activates(
         choice: ``chosen_backend()``.
         device: Device of the operands.
         dtype: Dtype of the result. Plain operands are fp16 if it is fp16, and bf16 otherwise.
-        formats: Texts of the formats of A and B; None for plain operands.
+        formats: Texts of the formats of A and B. None for plain operands.
         shape: (N, K), with N the number of rows of B.
         activation: As for these ops.
         interleaved: As for these ops.

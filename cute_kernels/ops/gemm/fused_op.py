@@ -41,7 +41,7 @@ class MGroupedQuantizeGemm(MGrouped):
         seed: As for ``grouped_quantize``.
         activation: Activation of ``a``, as for ``grouped_quantize``: ``a`` is (T, 2K) if it is
             gated.
-        rows: (R,) int32, rows of ``a``, as for ``grouped_quantize``. Then the product has R rows.
+        rows: (R,) int32. Rows of ``a``, as for ``grouped_quantize``. Then the product has R rows.
         inverse: (S, k) int32, as for ``grouped_quantize``.
 
     Returns:
@@ -222,7 +222,7 @@ class MGroupedGemmActivate(_Activated, MGroupedGemm):  # type: ignore[misc]
         keeps_z: Return z, too, with columns in the order of the rows of ``b``.
         quantize_to: Text of a format. The activated result, rounded to ``out_dtype``, is quantized
             to it, and z is not returned.
-        amax: (G,) fp32, the amaxes of the result, for a format with a global scale, as for
+        amax: (G,) fp32. The amaxes of the result, for a format with a global scale, as for
             ``grouped_quantize``.
 
     Returns:

@@ -433,22 +433,22 @@ class MGroupedGemm(MGrouped):
     of 4 bits are multiplied as decoded values, too (W4A8).
 
     Args:
-        a: (T, K), bf16, fp16 or fp32; or the codes of the rowwise copy of a ragged tensor.
+        a: (T, K), bf16, fp16 or fp32. Or the codes of the rowwise copy of a ragged tensor.
         b: (G, N, K) of the dtype of ``a``, or (G, K, N) with ``transpose_b``. Or the codes of a
             uniform tensor: of its rowwise copy (fprop), or with ``transpose_b`` of its columnwise
             copy (dgrad). The rows of a columnwise copy are padded to whole tiles, so that K of
             ``b`` cannot be checked against ``a``.
-        offs: (G,) int32 end rows.
-        bias: (G, N), added in fp32.
-        alpha: (G,) fp32 factors.
+        offs: (G,) int32. End rows.
+        bias: (G, N). Added in fp32.
+        alpha: (G,) fp32. Factors.
         transpose_b: Contract over the rows of the groups of ``b`` (dgrad).
         out_dtype: bf16, fp16 or fp32. By default the dtype of a plain ``a``, or bf16 for codes,
             which have no dtype to follow.
         a_scales: The other tensors of the copy of ``a`` (``Format.operand_names``), such as its
-            block scales and global scale; None if ``a`` is plain.
+            block scales and global scale. None if ``a`` is plain.
         b_scales: The other tensors of the copy of ``b``, likewise.
-        a_format: Text of the format of ``a``; None if it is plain.
-        b_format: Text of the format of ``b``; None if it is plain.
+        a_format: Text of the format of ``a``. None if it is plain.
+        b_format: Text of the format of ``b``. None if it is plain.
         prepacked: ``b`` has the bit order of ``cute_kernels.prepack``. Kernels for sm_90a and the
             reference support that.
         accumulation: How a tensor core adds products of operands without block scales (FP8). "fast"
@@ -456,7 +456,7 @@ class MGroupedGemm(MGrouped):
             adds each to an fp32 sum. The default is "fast" for fprop and "split" for dgrad. The
             bits differ on sm_90a, whose accumulators keep 13 fraction bits of FP8 sums. Elsewhere
             the accumulator is as exact as "split" anyway. Other operands raise ValueError.
-        rows: (T,) int32, the row of ``a`` for each row of the product, such as ``token`` of
+        rows: (T,) int32. The row of ``a`` for each row of the product, such as ``token`` of
             ``compute_routing``. Then ``a`` (S, K) has any number of rows, and one group if it is
             quantized, to a format with scales of single rows. The result has the bits of the
             product of ``moe_gather(a, rows)``: an index out of range stands for zeros. Kernels of
@@ -528,18 +528,18 @@ class KGroupedGemm(GroupedGemm):
     The op is differentiable in a and b if both operands are plain.
 
     Args:
-        a: (T, N), bf16, fp16 or fp32; or the codes of the columnwise copy of a ragged tensor.
-        b: (T, K) of the dtype of ``a``; or the codes of the columnwise copy of a tensor with the
+        a: (T, N), bf16, fp16 or fp32. Or the codes of the columnwise copy of a ragged tensor.
+        b: (T, K) of the dtype of ``a``. Or the codes of the columnwise copy of a tensor with the
             same offs.
-        offs: (G,) int32 end rows.
-        alpha: (G,) fp32 factors.
+        offs: (G,) int32. End rows.
+        alpha: (G,) fp32. Factors.
         out_dtype: As for ``m_grouped_gemm``.
         a_scales: As for ``m_grouped_gemm``.
         b_scales: As for ``m_grouped_gemm``.
         a_format: As for ``m_grouped_gemm``.
         b_format: As for ``m_grouped_gemm``.
         accumulation: As for ``m_grouped_gemm``; "split" by default.
-        rows: (T,) int32, the row of ``b`` (S, K) for each row of ``a``, as for ``m_grouped_gemm``.
+        rows: (T,) int32. The row of ``b`` (S, K) for each row of ``a``, as for ``m_grouped_gemm``.
             Only for plain operands.
         inverse: (S, k) int32, as for ``m_grouped_gemm``.
 

@@ -229,7 +229,7 @@ class MoeActivate(PlainTensorOp):
     Args:
         x: (R, W) bf16, fp16 or fp32; W = 2 N for a gated activation.
         activation: Text of the activation, as for ``grouped_quantize``.
-        offs: (G,) int32 end rows: rows from the last one on are neither read nor written.
+        offs: (G,) int32. End rows: rows from the last one on are neither read nor written.
         interleaved: The columns of a gated activation's two inputs alternate, A first, instead of
             forming halves [A | B].
 
@@ -279,7 +279,7 @@ class MoeActivateGradient(PlainTensorOp):
         offs: As for ``moe_activate``.
         interleaved: As for ``moe_activate``.
         weight: (T, k) fp32, p of each pair of a token and an expert.
-        pair: (R,) int32, the pair of each row; required with ``weight``.
+        pair: (R,) int32. The pair of each row. Required with ``weight``.
 
     Returns:
         The gradient with respect to ``x``, given ``p * grad``. With weights also ``p * a`` (R, N)
@@ -331,7 +331,7 @@ class MoeQuantizeGradient(Op):
     dtype of ``x`` before they are quantized, but need not be written to memory.
 
     Args:
-        x: (R, W), the input of the activation; bf16, fp16 or fp32.
+        x: (R, W). The input of the activation; bf16, fp16 or fp32.
         grad: (R, N) of the dtype of ``x``: gradient of the activation's result, without the
             weight.
         format: Text of the format of the gradient of ``x``: MXFP8, FP8Block, or FP8 with delayed

@@ -45,14 +45,14 @@ class MoeRoute(PlainTensorOp):
 
     Args:
         logits: (T, E) fp32.
-        selection_bias: (E,) fp32, added to scores only to choose experts; or None.
-        end: (1,) int32: tokens from this one on have no experts; None for all T tokens.
+        selection_bias: (E,) fp32. Added to scores only to choose experts. Or None.
+        end: (1,) int32: tokens from this one on have no experts. None for all T tokens.
         top_k: k, the number of experts per token.
         score: ``"softmax"`` or ``"sigmoid"`` of the logits.
         renormalize: Divide a token's weights by their sum.
         expert_groups: Number of groups of equal size that the experts form.
         top_groups: Number of groups with the largest sums of two scores that experts are chosen
-            from; they must have at least k experts.
+            from. They must have at least k experts.
         factor: Factor of the weights, applied last.
 
     Returns:
@@ -122,8 +122,8 @@ class MoeRouteGradient(PlainTensorOp):
     """Return the gradient of the logits of ``moe_route``.
 
     Args:
-        dweights: (T, k) fp32, gradient of the weights.
-        dscores: (T, E) fp32, gradient of the scores, or None for zeros.
+        dweights: (T, k) fp32. Gradient of the weights.
+        dscores: (T, E) fp32. Gradient of the scores, or None for zeros.
         ids: Result of ``moe_route``.
         scores: Result of ``moe_route``.
         score: As for ``moe_route``.

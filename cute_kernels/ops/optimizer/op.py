@@ -44,7 +44,7 @@ class AdamWQuantize(FormatOp):
         master: p, (G, N, K) fp32, contiguous.
         exp_avg: m, like ``master``.
         exp_avg_sq: v, like ``master``.
-        grad: (G, N, K) bf16, fp16 or fp32; it is not changed.
+        grad: (G, N, K) bf16, fp16 or fp32. It is not changed.
         numbers: (5,) fp32.
         out: Buffers of the directions, as for ``grouped_quantize_out``.
         format: Text of the format, which is not row-scaled.

@@ -45,31 +45,29 @@ class GroupedQuantize(FormatOp):
         x: (T, K) with ``offs``, (capacity,) with ``shapes``, else (G, N, K); bf16, fp16 or fp32. K
             is a multiple of the format's ``k_multiple``. A gated activation needs (..., 2K).
         format: Text of the format, such as ``"nvfp4:row_scaled"`` (``Format.text``).
-        offs: (G,) int32 end rows. Rows past the last one do not affect the result.
-        amax: (G,) fp32 amax of each group, to use instead of computing it; the sign is dropped.
-            Elements above it saturate. (2, G), for the rowwise and the columnwise copy, if both
-            are requested and the format transforms its columnwise copy
-            (``Format.is_transformed``).
+        offs: (G,) int32. End rows. Rows past the last one do not affect the result.
+        amax: (G,) fp32. Amax of each group, to use instead of computing it. The sign is dropped.
+            Elements above it saturate. (2, G), for the rowwise and the columnwise copy, if both are
+            requested and the format transforms its columnwise copy (``Format.is_transformed``).
         rowwise: Write the rowwise copy, with blocks along K.
         columnwise: Write the columnwise copy, with blocks along the rows of a group. If the format
             transforms this copy, ``x`` must be bf16.
-        scale: (G,) fp32, finite: scales that multiply the elements of each group, for a format
-            that takes them from the caller (FP8 with delayed scaling). It needs
-            ``scale`` and takes no ``amax``. If a scale is not finite, zeros and the padding of
-            slots may be NaN. Products above the format's largest number saturate. The returned
-            amax is the amax of ``x``, whatever the scale.
-        seed: (2,) int64, required by stochastic formats and rejected by others. Codes depend only
-            on the seed, the element and the direction
-            (``cute_kernels.reference.random_numbers``).
+        scale: (G,) fp32. Finite: scales that multiply the elements of each group, for a format that
+            takes them from the caller (FP8 with delayed scaling). It needs ``scale`` and takes no
+            ``amax``. If a scale is not finite, zeros and the padding of slots may be NaN. Products
+            above the format's largest number saturate. The returned amax is the amax of ``x``,
+            whatever the scale.
+        seed: (2,) int64. Required by stochastic formats and rejected by others. Codes depend only
+            on the seed, the element and the direction (``cute_kernels.reference.random_numbers``).
         activation: Text of an activation that is applied to ``x`` first (``Activation.text``),
             such as ``"swiglu"``. Its result is quantized in fp32, or rounded to the dtype of
             ``x`` if the format's ``rounds_activation`` is True.
             ``cute_kernels.reference.activations`` states the bits.
-        shapes: [m0, n0, m1, n1, ...]: rows and columns of each group, if the last dimension
-            varies. Each n is a positive multiple of ``k_multiple``. The groups are consecutive
-            and contiguous in ``x``; the rest of ``x`` is never read. Each group has the codes
-            and scales of a uniform tensor of one group. With an activation these are the shapes
-            of its result: a gated activation reads (m, 2n) of ``x`` per group.
+        shapes: [m0, n0, m1, n1, ...]: rows and columns of each group, if the last dimension varies.
+            Each n is a positive multiple of ``k_multiple``. The groups are consecutive and
+            contiguous in ``x``. The rest of ``x`` is never read. Each group has the codes and
+            scales of a uniform tensor of one group. With an activation these are the shapes of its
+            result: a gated activation reads (m, 2n) of ``x`` per group.
         rows: (R,) int32, with ``offs``: gather index. Row r of the quantized tensor of R rows is
             computed from row ``rows[r]`` of ``x``. Rows of an invalid index are unspecified.
         inverse: (T, k) int32: inverse of ``rows``, the rows that each row of ``x`` becomes, with

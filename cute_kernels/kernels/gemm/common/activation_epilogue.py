@@ -91,7 +91,7 @@ class Window(NamedTuple):
 
     Attributes:
         out: Target of the tile's first block in the output.
-        z: Targets in the stored preactivation; two if it has halves A and B.
+        z: Targets in the stored preactivation. Two if it has halves A and B.
         rows: Rows that exist from the first vector on.
         cols: Columns of the product that exist from the first vector on.
     """

@@ -42,7 +42,7 @@ class StageLoad(NamedTuple):
     """The load of one tensor into shared memory.
 
     Attributes:
-        source: Tensor in global memory, (rows, K, G); for block scales see ``views``.
+        source: Tensor in global memory, (rows, K, G). For block scales see ``views``.
         shared: Stages, (rows, K, STAGE), or for scale tiles (row tiles, K tiles, words, STAGE).
         tiler: Extents in one stage, without the last mode. Interleaved rows have two.
         k_divisor: Elements of K for one element of the tensor along K.

@@ -26,13 +26,13 @@ class EpilogueTensors(NamedTuple):
 
     Attributes:
         out: (T, N) as (1, T, N), or (G, M, N) of a k_grouped product, with rows of any pitch.
-        amax_a: (G,) or (T,) fp32, the amaxes that stand for the global scale of A.
+        amax_a: (G,) or (T,) fp32. The amaxes that stand for the global scale of A.
         amax_b: (G,) fp32.
         alpha: (G,) fp32.
         bias: (G, N).
         z: Stored preactivation, (1, T, N).
         scales: Block scales of a quantized output.
-        global_scale: (G,) fp32, the amaxes to which block scales of the output are relative.
+        global_scale: (G,) fp32. The amaxes to which block scales of the output are relative.
     """
 
     out: cute.Tensor

@@ -108,7 +108,7 @@ class GemmArguments(NamedTuple):
     Operands and block scales are those of sm_90a. The kernel of sm_100a documents its differences.
 
     Attributes:
-        a: (T, K) elements that are multiplied. In a k_grouped product (T, M), or (M, slots) if
+        a: (T, K). Elements that are multiplied. In a k_grouped product (T, M), or (M, slots) if
             quantized, or (M, 64 * tiles) codes.
         a_scales: Scale tiles of codes, or fp32 scales, see ``FakeArguments``.
         a_amax: (G,) fp32 for the global scale, or (T,) if it is row-scaled.
@@ -116,15 +116,15 @@ class GemmArguments(NamedTuple):
             slots).
         b_scales: Block scales of B. They may have a matrix per group.
         b_amax: (G,) fp32.
-        offs: (G,) int32 end rows.
-        rows: (T,) int32 row index of ``a``, or of ``b`` in a k_grouped product, if ``gathered``.
+        offs: (G,) int32. End rows.
+        rows: (T,) int32. Row index of ``a``, or of ``b`` in a k_grouped product, if ``gathered``.
         bias: (G, N).
         alpha: (G,) fp32.
         out: (T, N), or (G, M, N) of a k_grouped product.
-        num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
-        z: (T, N), the preactivation, if it is stored.
+        num_sms: CTAs to launch, rounded down to whole clusters. At least one cluster.
+        z: (T, N). The preactivation, if it is stored.
         out_scales: Block scales of a quantized output, see ``FakeArguments``.
-        out_global_scale: (G,) fp32, the amaxes to which they are relative, for a format with a
+        out_global_scale: (G,) fp32. The amaxes to which they are relative, for a format with a
             global scale.
         counter: (1,) int32 with dynamic scheduling; 0 before and after a launch.
     """

@@ -118,10 +118,10 @@ class TileScheduler:
         ring: Pipeline of the records.
         buffer: (stages * 8,) int32 in shared memory, and behind it one word with a tile number that
             CTAs pass on.
-        offs: (G,) int32 end rows.
+        offs: (G,) int32. End rows.
         extents: Sizes of the product.
         counter: (1,) int32 in global memory with dynamic scheduling, otherwise None.
-        numbers: Pipeline by which the first CTA of a cluster passes tile numbers on; None for a
+        numbers: Pipeline by which the first CTA of a cluster passes tile numbers on. None for a
             single CTA.
     """
 

@@ -86,7 +86,7 @@ def matrix_view(
         matrix: ([G,] rows, K), with packed codes as bytes; ([G,] K, rows) if ``mn_major``.
         kind: Kind of the operand.
         mn_major: True if the operand is contiguous along rows.
-        depth: K if the matrix may be padded along it; then TMA gives zeros for the padding. None
+        depth: K if the matrix may be padded along it. Then TMA gives zeros for the padding. None
             otherwise.
     """
     per_item = matrix.element_type.width // kind.bits

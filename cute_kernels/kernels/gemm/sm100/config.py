@@ -144,6 +144,7 @@ class Sm100GemmConfig(GemmConfig):
 
     @classmethod
     def any_tile(cls, grouping: GemmGrouping) -> Sm100Tile:
+        """Return a tile that every configuration of the grouping can have."""
         return Sm100Tile(128, 128)
 
     def tile_rules(self, tile: Sm100Tile) -> Iterator[Rule]:
@@ -214,10 +215,12 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def reads_scale_tiles(self) -> bool:
+        """True if the kernel reads block scales as E8M0 tiles."""
         return self.pow2_scales
 
     @property
     def interleaves_scales(self) -> bool:
+        """True if the scales of both halves of B are rearranged before the GEMM."""
         return (
             self.interleaves_halves
             and self.b_kind.is_block_scaled
@@ -265,10 +268,12 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def instruction_k(self) -> int:
+        """Elements of K of one MMA instruction."""
         return self.mma_kind.instruction_k
 
     @property
     def k_blocks(self) -> int:
+        """MMA instructions along K of one stage."""
         return K_BLOCKS
 
     @property

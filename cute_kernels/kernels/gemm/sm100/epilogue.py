@@ -89,8 +89,8 @@ class Epilogue:
     Args:
         config: Configuration of the kernel.
         tensors: Tensors of the epilogue.
-        store: TMA store of the output; None if it is quantized.
-        z_store: TMA store of the preactivation; None if it is not stored.
+        store: TMA store of the output. None if it is quantized.
+        z_store: TMA store of the preactivation. None if it is not stored.
         acc: Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
         cta_row: First row of this CTA in the tile.
         acc_pipeline: Pipeline of the accumulators.

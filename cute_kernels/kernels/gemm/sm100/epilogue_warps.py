@@ -17,11 +17,11 @@ class EpilogueWarps:
     Args:
         config: Configuration of the kernel.
         tensors: Tensors of the epilogue.
-        direct: Epilogue of tiles whose operands are not swapped; None if there are none.
-        swapped: Epilogue of tiles whose operands are swapped; None if there are none.
+        direct: Epilogue of tiles whose operands are not swapped. None if there are none.
+        swapped: Epilogue of tiles whose operands are swapped. None if there are none.
         cta_row: First row of this CTA in the tile.
         tiles: Reader of the tile records.
-        promoter: Computes the sums of a tile; None if accumulators hold them.
+        promoter: Computes the sums of a tile. None if accumulators hold them.
     """
 
     def __init__(

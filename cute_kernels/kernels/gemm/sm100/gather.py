@@ -47,7 +47,7 @@ class GatherLoad:
     Args:
         config: Configuration of the kernel.
         atom: TMA copy of ``_ROW_BYTES`` of a row of the matrix.
-        index: (T,) int32, the row of the matrix for each row of the product.
+        index: (T,) int32. The row of the matrix for each row of the product.
         shared: Stages in shared memory.
         cta: Number of this CTA in the pair.
     """

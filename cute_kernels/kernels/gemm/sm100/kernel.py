@@ -68,16 +68,16 @@ class Sources(NamedTuple):
     """TMA sources, or their atoms or coordinates alone, of each tensor that TMA reads.
 
     Attributes:
-        m: Elements of operand M; None if they are decoded or gathered.
+        m: Elements of operand M. None if they are decoded or gathered.
         n: Elements of operand N, likewise.
-        m_scales: Block scales of operand M; None without, as all others below.
+        m_scales: Block scales of operand M. None without, as all others below.
         n_scales: Block scales of operand N.
         partial_m_scales: Block scales of operand M of partial tiles with swapped operands.
         partial_n_scales: Block scales of operand N of such tiles.
         partial_boxes: Elements of A of such tiles, by boxes of rows.
         m_codes: Codes of operand M, if they are decoded.
         n_codes: Codes of operand N.
-        m_codes_scales: Block scales of the codes of operand M; None for squares.
+        m_codes_scales: Block scales of the codes of operand M. None for squares.
         n_codes_scales: Block scales of the codes of operand N.
         rows: Matrix whose rows are gathered.
     """
@@ -326,8 +326,8 @@ class Sm100Gemm:
             tma: Copies of TMA and their coordinates.
             tensors: Tensors of the epilogue.
             scales: Block scales that warps read without TMA.
-            rows: (T,) int32 row index; None if rows are not gathered.
-            offs: (G,) int32 end rows.
+            rows: (T,) int32. Row index. None if rows are not gathered.
+            offs: (G,) int32. End rows.
             extents: Sizes of the product.
         """
         config, warps = self.config, self.warps

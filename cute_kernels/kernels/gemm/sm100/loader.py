@@ -24,7 +24,7 @@ class OperandLoad(NamedTuple):
         partition: Method of a ThrMma that selects the rows of a tile that this CTA loads.
         cta_coord: Number of this CTA among those of ``cta_layout``, which share a multicast.
         cta_layout: CTAs that share a multicast.
-        mcast_mask: Mask of the CTAs that receive the copy; None without multicast.
+        mcast_mask: Mask of the CTAs that receive the copy. None without multicast.
         is_scale: True for block scales.
     """
 

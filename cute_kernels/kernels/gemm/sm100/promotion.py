@@ -34,7 +34,7 @@ class Promoter:
         config: Configuration of the kernel.
         scales: Scales of operands M and N, (rows or squares, blocks along K, groups) fp32.
         acc: Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE), the sums' last.
-        staged: Shared memory for scales of columns; None without.
+        staged: Shared memory for scales of columns. None without.
         cta_row: First row of this CTA in the tile.
         acc_pipeline: Pipeline of the accumulators.
     """

@@ -28,7 +28,7 @@ class Stages(NamedTuple):
     Attributes:
         m: Elements of operand M.
         n: Elements of operand N.
-        m_scales: Block scales of operand M; None without, as all others below.
+        m_scales: Block scales of operand M. None without, as all others below.
         n_scales: Block scales of operand N.
         m_codes: Codes of operand M, if they are decoded.
         n_codes: Codes of operand N.
@@ -62,7 +62,7 @@ class Layouts:
         out: Staged blocks of the output, (32, columns, STAGE), those of one epilogue warp together.
         halves: The same memory as twice as many blocks of half the columns, for products whose
             columns alternate between two halves.
-        swapped_out: The same memory as blocks of tiles with swapped operands; None if no tiles have
+        swapped_out: The same memory as blocks of tiles with swapped operands. None if no tiles have
             them or none leave by TMA.
     """
 
@@ -170,7 +170,7 @@ class Barriers(NamedTuple):
         tmem: Address of tensor memory.
         tmem_free: Barrier at which a CTA pair meets before tensor memory is freed.
         tiles: Tile records.
-        codes: Barriers of the stages of codes; None without.
+        codes: Barriers of the stages of codes. None without.
     """
 
     ab: cute.Pointer

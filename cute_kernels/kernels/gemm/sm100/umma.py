@@ -132,7 +132,7 @@ def multiply(
         descriptor: Descriptor of the instruction.
         scales: Block scales of the operands in tensor memory.
         num_ctas: 1 or 2.
-        accumulate: 0 overwrites the accumulator; None adds to it.
+        accumulate: 0 overwrites the accumulator. None adds to it.
         more_than: The instruction does nothing unless the first number is larger. It is a
             predicate, because branches around single instructions cost more, and CuTe DSL 4.8 fails
             to compile some.

@@ -125,10 +125,10 @@ class Sm90GemmConfig(GemmConfig):
     """One variant of the grouped GEMM for sm_90a.
 
     Attributes:
-        activations: Dtype of A if it is plain and B is NVFP4; None if both are of one kind.
+        activations: Dtype of A if it is plain and B is NVFP4. None if both are of one kind.
         prepacked: The codes of B have the bit order that ``decode`` needs fewer instructions for.
         split: Sums of operands without block scales are promoted.
-        row_range: Row tiles that this kernel takes if several kernels share the product; None for
+        row_range: Row tiles that this kernel takes if several kernels share the product. None for
             all.
     """
 
@@ -197,6 +197,7 @@ class Sm90GemmConfig(GemmConfig):
 
     @classmethod
     def any_tile(cls, grouping: GemmGrouping) -> Sm90Tile:
+        """Return a tile that every configuration of the grouping can have."""
         return Sm90Tile(128, 128, swap_ab=grouping == "m_grouped")
 
     def tile_rules(self, tile: Sm90Tile) -> Iterator[Rule]:
@@ -326,10 +327,12 @@ class Sm90GemmConfig(GemmConfig):
 
     @property
     def balances_row_tiles(self) -> bool:
+        """True if the rows of a group are divided evenly over its tiles."""
         return balances_rows(self.tile)
 
     @property
     def num_sched_stage(self) -> int:  # type: ignore[override]
+        """Number of tile records in flight between scheduler and readers."""
         # No cluster may take a tile that it does not need yet.
         return 1 if self.uses_dynamic_scheduling else GemmConfig.num_sched_stage
 
@@ -340,6 +343,7 @@ class Sm90GemmConfig(GemmConfig):
 
     @property
     def instruction_k(self) -> int:
+        """Elements of K of one MMA instruction."""
         return OPERANDS[self.multiplied].instruction_k
 
     @property

@@ -41,7 +41,7 @@ class Consumer:
         tiles: Reader of the tile records.
         ab_pipeline: Pipeline of the stages.
         epilogue: Epilogue of this warpgroup.
-        promoter: Promotes the sums of each stage; None without promotion.
+        promoter: Promotes the sums of each stage. None without promotion.
     """
 
     def __init__(

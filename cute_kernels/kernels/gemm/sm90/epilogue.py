@@ -102,10 +102,10 @@ class Epilogue:
         config: Configuration of the kernel.
         tensors: Tensors of the epilogue.
         blocks: Buffers of all warpgroups in shared memory, bytes.
-        factors: Factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
+        factors: Factors of a tile's rows in shared memory, fp32 words, for all warpgroups. None
             unless there is one per row.
         cta: Number of this CTA in the cluster.
-        group: Number of the consumer warpgroup; None for the one that runs this.
+        group: Number of the consumer warpgroup. None for the one that runs this.
         output_store: TMA stores of a warp's rows of a block, if they leave by TMA.
     """
 

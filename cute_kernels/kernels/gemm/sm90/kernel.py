@@ -56,10 +56,10 @@ class Sources(NamedTuple):
 
     Attributes:
         m: Elements or codes of operand M.
-        n: Elements of operand N; None if they are gathered.
-        m_scales: Block scales of operand M, of tiles or of single rows; None without.
-        n_scales: Block scales of operand N, of single rows; None without.
-        out: The output; None if TMA does not store it.
+        n: Elements of operand N. None if they are gathered.
+        m_scales: Block scales of operand M, of tiles or of single rows. None without.
+        n_scales: Block scales of operand N, of single rows. None without.
+        out: The output. None if TMA does not store it.
     """
 
     m: Any
@@ -204,12 +204,12 @@ class Sm90Gemm:
         Args:
             atoms: TMA copies of the sources and the output.
             tensors: Coordinates of the sources and the output.
-            squares: fp32 scales of squares of operands M and N; None without.
+            squares: fp32 scales of squares of operands M and N. None without.
             epilogue_tensors: Tensors of the epilogue.
-            gathered: Rows that are gathered; None without.
-            offs: (G,) int32 end rows.
+            gathered: Rows that are gathered. None without.
+            offs: (G,) int32. End rows.
             extents: Sizes of the product.
-            counter: (1,) int32 with dynamic scheduling; otherwise None.
+            counter: (1,) int32 with dynamic scheduling. Otherwise None.
         """
         config, warps = self.config, self.warps
         layouts = Layouts(config)

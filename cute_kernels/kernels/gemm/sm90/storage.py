@@ -43,7 +43,7 @@ class Layouts:
         tiled_mma: MMA of a tile.
         tilers: Extents of one stage, without the last mode.
         stages: Layouts of the stages.
-        out: Blocks of output, of one warp each, that TMA stores; None if it stores none.
+        out: Blocks of output, of one warp each, that TMA stores. None if it stores none.
     """
 
     def __init__(self, config: Sm90GemmConfig):
@@ -115,8 +115,8 @@ class Barriers(NamedTuple):
         sched: Barriers of the tile records.
         tiles: Tile records.
         blocks: Blocks that the epilogue stages, bytes or ``Layouts.out``.
-        factors: fp32 factors of a tile's rows for each warpgroup, or amaxes of rows; None without.
-        numbers: Barriers of the tile numbers that a cluster's first CTA passes on; None without.
+        factors: fp32 factors of a tile's rows for each warpgroup, or amaxes of rows. None without.
+        numbers: Barriers of the tile numbers that a cluster's first CTA passes on. None without.
     """
 
     ab: cute.Pointer

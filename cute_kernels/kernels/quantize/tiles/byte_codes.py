@@ -44,7 +44,7 @@ class ByteTiles:
             groups: Groups of the rows.
             cols: Columns of the elements, K.
             encodings: Parameters of the rowwise and the columnwise copy.
-            row_amax: Unused; formats with 8-bit codes have no amax per row here.
+            row_amax: Unused. Formats with 8-bit codes have no amax per row here.
             out: Buffers of the copies.
             tile: Descriptor of the tile.
             team: Team in the CTA.

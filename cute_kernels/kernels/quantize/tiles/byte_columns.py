@@ -76,9 +76,9 @@ class ByteColumnConverter:
             groups: Groups of the rows.
             cols: Columns of the elements, K.
             global_scale: Global scale of the group.
-            codes_t: (K, P) or (G, K, P) codes, or (P, K) or (G, P, K) if the format does not
+            codes_t: (K, P) or (G, K, P). Codes, or (P, K) or (G, P, K) if the format does not
                 transpose.
-            scales_t: Columnwise block scales, or None.
+            scales_t: Columnwise block scales. Optional.
             tile: Descriptor of the tile.
             warp_in_team: Warp in the team.
             addresses: Shared-memory addresses of the tile.

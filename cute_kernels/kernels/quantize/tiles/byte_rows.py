@@ -124,8 +124,8 @@ class ByteRowConverter:
             groups: Groups of the rows.
             cols: Columns of the elements, K.
             global_scale: Global scale of the group.
-            codes: (T, K) or (G, N, K) codes.
-            scales: Rowwise block scales, or None.
+            codes: (T, K) or (G, N, K). Codes.
+            scales: Rowwise block scales. Optional.
             tile: Descriptor of the tile.
             warp_in_team: Warp in the team.
             addresses: Shared-memory addresses of the tile.

@@ -117,7 +117,7 @@ class ColumnConverter:
             groups: Groups of the rows.
             cols: Columns of the elements, K.
             encoding: Parameters of the columnwise copy.
-            codes_t: (K, P) or (G, K, P) codes, or None to compute only amaxes of square blocks.
+            codes_t: (K, P) or (G, K, P). Codes, or None to compute only amaxes of square blocks.
             tile: Descriptor of the tile.
             warp_in_team: Warp in the team.
             addresses: Shared-memory addresses of the tile.

@@ -61,11 +61,11 @@ class TileFiller:
 
         Args:
             x: Input, (R, W).
-            index: (R,) int32 rows of x, or None; for AdamW the tensors of the update.
+            index: (R,) int32. Rows of x, or None. For AdamW the tensors of the update.
             tile: Descriptor of the tile.
             team: Team in the CTA.
             tile_address: Shared-memory address of the tile.
-            table: Table of activation factors, or None.
+            table: Table of activation factors. Optional.
         """
         unit, row = self.unit_and_row(in_place(self.team.thread(team)))
         cols = in_place(self.maker.cols(x))

@@ -111,7 +111,7 @@ class TileSharedMemory(NamedTuple):
         descriptors: A ``TileDescriptor`` per stage.
         full: Arrival barriers of each team's tiles, in two buffers, see ``TileLoader``.
         empty: Barriers of stages that the team has read.
-        table: Table of activation factors, or None.
+        table: Table of activation factors. None if absent.
     """
 
     tiles: cute.Pointer

@@ -282,9 +282,9 @@ class GradientQuantizer(AmaxKernels):
             groups: Groups of the rows.
             cols: W and N.
             out: ``CopyBuffers`` of the gradient and of the weighted activation.
-            amaxes: (G,) fp32 outputs of both copies, or None each.
+            amaxes: (G,) fp32. Outputs of both copies, or None each.
             marked_scale_invs: (G,) fp32 to set to NaN with an infinite amax, or None each.
-            sums: (tiles along N, R) fp32 workspace.
+            sums: (tiles along N, R) fp32. Workspace.
             warp: Warp in the CTA.
             shared: Shared memory.
         """

@@ -27,10 +27,10 @@ class GradientInputs(NamedTuple):
     Attributes:
         x: Boxes of x, (R, W).
         grad: Boxes of grad, (R, N).
-        weight: (T * top_k,) fp32 routing weights.
-        pair: (R,) int32 index of each row's weight.
-        input_scales: (G,) fp32 scales of both copies, None each if the format takes none.
-        counter: (1,) int32 counter of tiles.
+        weight: (T * top_k,) fp32. Routing weights.
+        pair: (R,) int32. Index of each row's weight.
+        input_scales: (G,) fp32. Scales of both copies, None each if the format takes none.
+        counter: (1,) int32. Counter of tiles.
     """
 
     x: Tma

@@ -105,9 +105,9 @@ class TileLoader:
         Args:
             groups: Groups of the rows.
             cols: Columns of the elements, K.
-            group_amax: (G,) fp32 amax or given scale of each group, or None.
-            column_amax: (G,) fp32 amax of the columnwise copy, or None.
-            inputs: Source of the tiles; None if teams fill them, so that only descriptors are
+            group_amax: (G,) fp32. Amax or given scale of each group. Optional.
+            column_amax: (G,) fp32. Amax of the columnwise copy. Optional.
+            inputs: Source of the tiles. None if teams fill them, so that only descriptors are
                 written.
             shared: Shared memory.
             loader: Number of this warp among the loaders.

@@ -46,7 +46,7 @@ class NibbleTiles:
             groups: Groups of the rows.
             cols: Columns of the elements, K.
             encodings: Parameters of the rowwise and the columnwise copy.
-            row_amax: (T,) fp32 amax of each row, or None.
+            row_amax: (T,) fp32. Amax of each row. Optional.
             out: Buffers of the copies.
             tile: Descriptor of the tile.
             team: Team in the CTA.

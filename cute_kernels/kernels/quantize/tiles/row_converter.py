@@ -83,7 +83,7 @@ class RowConverter:
         Args:
             cols: Columns of the elements, K.
             encoding: Parameters of the rowwise copy.
-            codes: (T, K) or (G, N, K) codes.
+            codes: (T, K) or (G, N, K). Codes.
             scales: Rowwise block scales.
             tile: Descriptor of the tile.
             row: Row of the tile.
