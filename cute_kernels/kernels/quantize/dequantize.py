@@ -226,11 +226,11 @@ class Dequantizer(GridKernel):
         blocks, width = (Int64(extent) for extent in scales.shape[len(scales.shape) - 2 :])
         if self.codec.fmt.is_2d:  # a row of blocks each
             return scales.iterator.toint() + (slot.tile * width + block) * 4
-        row, slot = Int64(block), Int64(slot.tile) * TILE_ROWS
+        row, first_slot = Int64(block), Int64(slot.tile) * TILE_ROWS
         if self.config.grouping == "uniform":
             row += slot.group * blocks
-            slot -= slot.group * width
-        return scales.iterator.toint() + (row * width + slot) * 4
+            first_slot -= slot.group * width
+        return scales.iterator.toint() + (row * width + first_slot) * 4
 
     @cute.jit
     def decode_rows(self, addresses: RowAddresses, j: Int32) -> None:
