@@ -35,9 +35,11 @@ _KINDS = {
 
 def check_kind(kind: type, **values: object) -> None:
     """Raise TypeError unless all ``values``, by name, are of ``kind``; a bool is not a number."""
-    cls, description = _KINDS.get(kind, (kind, f"a {kind.__name__.lower()}"))
+    # Dynamo traces this, and cannot trace str.lower: the description is made for an error only.
+    cls, description = _KINDS.get(kind, (kind, ""))
     for name, value in values.items():
         if not isinstance(value, cls) or (isinstance(value, bool) and kind is not bool):
+            description = description or f"a {kind.__name__.lower()}"
             raise TypeError(f"{name} must be {description}, got {reprlib.repr(value)}")
 
 

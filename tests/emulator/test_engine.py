@@ -274,7 +274,7 @@ def test_a_cache_directory_that_cannot_be_used(monkeypatch, tmp_path):
     monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(settings, "_warned", set())
     monkeypatch.setattr(compilation.tempfile, "gettempdir", lambda: str(tmp_path / "private"))
-    with pytest.warns(RuntimeWarning, match=f"not kept in {tmp_path}/emulator: .*chmod go-w"):
+    with pytest.warns(RuntimeWarning, match=f"not stored in {tmp_path}/emulator: .*chmod go-w"):
         directory = compilation.cache_directory()
     assert directory == tmp_path / "private" / f"cute_kernels-{os.getuid()}" / "emulator"
     monkeypatch.setattr(compilation, "cache_root", lambda: None)

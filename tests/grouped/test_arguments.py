@@ -108,7 +108,7 @@ WRONG_VALUES = [
     ({"x": X[:, :24], "fmt": EVERY_FORMAT["fp8_block"]}, " 16 .*24"),
     ({"fmt": DELAYED}, "scale is missing: fp8:scaling=delayed"),
     ({"fmt": DELAYED, "scale": torch.ones(4)}, "scale must have size 3"),
-    ({"fmt": DELAYED, **SCALE_AND_AMAX}, "takes its scale, not its amax"),
+    ({"fmt": DELAYED, **SCALE_AND_AMAX}, "takes scales, not amaxes"),
     (
         {"fmt": grouped.FP8(), "scale": torch.ones(3)},
         r"omit it, or use FP8\(scaling='delayed'\)",
