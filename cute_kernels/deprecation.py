@@ -31,6 +31,8 @@ def deprecated_attributes(module: str, names: Mapping[str, str]) -> Callable[[st
 
     def forward(name: str) -> Any:
         """Return the replacement of an old name."""
+        if name == "__all__":  # For ``from module import *``.
+            return list(names)
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         target, _, attribute = names[name].partition(":")
@@ -62,6 +64,8 @@ def deprecated_module(old: str, new: str) -> Callable[[str], Any]:
     def forward(name: str) -> Any:
         """Return the attribute of the new module."""
         target = importlib.import_module(new)
+        if name == "__all__":  # For ``from module import *``.
+            return list(target.__all__)
         if name.startswith("__") or not hasattr(target, name):
             raise AttributeError(f"module {old!r} has no attribute {name!r}")
         warn_deprecated(f"{old}.{name}", f"{new}.{name}")

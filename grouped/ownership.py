@@ -81,7 +81,7 @@ RULES: dict[str, tuple[str, str]] = {
         "Or remove the hooks first: accelerate.hooks.remove_hook_from_submodules",
     ),
     "computed": (
-        "it is no parameter of this module, which computes it or takes it from elsewhere",
+        "it is not a parameter of this module, which computes it or takes it from elsewhere",
         "Make it a parameter of the module first",
     ),
     "meta": (

@@ -99,7 +99,7 @@ def prepare(
       grouped.prepare(moe, grouped.FP8Block(block=(128, 128)), trainable=True, masters=masters)
       optimizer = grouped.optim.AdamW(moe.parameters(), masters=masters)
 
-    To train adapters of other layers beside frozen experts (QLoRA)::
+    To train adapters of other layers while the experts are frozen (QLoRA)::
 
       grouped.prepare(model, grouped.NVFP4(), columnwise=True)
 

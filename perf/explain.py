@@ -72,7 +72,7 @@ def why_unsupported(layer: Layer, recipe: Recipe) -> str:
 
 
 def plan(layer: Layer, recipe: Recipe, gpu: Gpu, model: Model, counts: Counts) -> Plan:
-    """Predict a recipe."""
+    """Predict the cost of ``layer`` in ``recipe`` on ``gpu``."""
 
     def total(kernels: Sequence[Kernel]) -> Time:
         times = [(model.time(k, gpu)[0], *model.range(k, gpu)) for k in kernels]

@@ -1,4 +1,4 @@
-"""``perf freeze``: a file of what must not move while code moves, and a check against it.
+"""``perf freeze``: record what a refactoring must not change, and check against the record.
 
 The file has a hash of the PTX of each kernel that is compiled ahead of time, and the tiles that
 grouped GEMMs choose. Hashes ignore names, so that classes, modules, fields and methods can be

@@ -34,7 +34,7 @@ x, mlp = torch.randn(20, 64).bfloat16(), grouped.nn.GroupedMLP(4, 64, 32, dtype=
 w, offs, out_dtype = torch.randn(4, 64, 64).bfloat16(), torch.tensor([5, 5, 9, 20]).int(), torch.bfloat16
 bias = alpha = x_scales = w_scales = x_format = w_format = accumulation = None
 prepacked = interleaved = False
-""",
+""",  # noqa: E501
     "docs/groups.md": "import torch, grouped",
     "docs/distributed.md": """
 import torch.distributed as dist

@@ -243,7 +243,10 @@ def _fast_call(cls: type[Op]) -> Callable[..., Any]:
 
     fast_call.__name__ = fast_call.__qualname__ = cls.name
     fast_call.__doc__ = cls.__doc__
-    fast_call.__signature__ = inspect.signature(cls)  # type: ignore[attr-defined]
+    fast_call.__module__ = "cute_kernels.ops"
+    result = "list[Tensor]" if returns_list else "Tensor"
+    signature = inspect.signature(cls).replace(return_annotation=result)
+    fast_call.__signature__ = signature  # type: ignore[attr-defined]
     return fast_call
 
 

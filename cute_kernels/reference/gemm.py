@@ -59,23 +59,24 @@ def m_grouped_gemm(
     tensor_core: str | None,
     split: bool = False,
 ) -> None:
-    """Rows of group g of A times B[g]^T into ``out`` (T, N).
+    """Multiply the rows of group g of A by B[g]^T, and write ``out`` (T, N).
 
     Rows of empty groups and of the tail are not written.
 
     Args:
-        a: (T, K), plain or a rowwise ragged copy. Of other rows if it has an index.
-        b: (G, N, K), or (G, K, N) with ``transpose_b``. Or the copy of a uniform tensor whose
-            blocks run along K, whose padding past K is left out.
-        groups: where the groups lie.
+        a: (T, K), plain or a rowwise ragged copy. If it has an index, the rows that the index
+            selects are multiplied.
+        b: (G, N, K), or (G, K, N) with ``transpose_b``; or the copy of a uniform tensor with
+            blocks along K. The padding of a copy past K is left out.
+        groups: Positions of the groups.
         out: (T, N). Any floating dtype.
         transpose_b: contract over the second dimension of a plain B.
         alpha: (G,) fp32.
         bias: (G, N).
         accumulate: add to what ``out`` holds.
         tensor_core: None, or the architecture whose tensor core gives the accumulator's bits.
-        split: where the operands have no block scales, and that matters to the tensor core,
-            sums move to fp32 every 128 of K.
+        split: True adds partial sums to fp32 sums every 128 of K. It affects only operands
+            without block scales, on tensor cores for which it changes the bits.
     """
     adder = AccumulationModel(tensor_core, "b", split)
     first_tile = groups.first_tile.tolist()

@@ -1,6 +1,7 @@
 """Compilation and launching of kernels.
 
-No other package calls ``cute.compile`` or has caches. Importing it needs no CuTe DSL. The DSL is imported when the first kernel is compiled or loaded.
+No other package calls ``cute.compile`` or has caches. Importing it needs no CuTe DSL. The DSL is
+imported when the first kernel is compiled or loaded.
 """
 
 from .arch import Architecture, architecture, device_architecture

@@ -38,7 +38,7 @@ FAMILIES = (
 
 @dataclasses.dataclass(frozen=True)
 class PrecompileResult:
-    """How many kernels were compiled, how many the disk had already, and how long it took."""
+    """Numbers of compiled and of already cached kernels, and the elapsed time in seconds."""
 
     compiled: int
     cached: int
@@ -69,16 +69,16 @@ def precompile(
     """Compile kernels into the disk cache, and load them into this process.
 
     Args:
-        specs: which kernels; by default all that quantization and the recipes use.
+        specs: Kernels to compile. By default all that quantization and the recipes use.
         arch: ``"sm_90a"``, ``"sm_100a"``, ``"sm_103a"`` or ``"emulated:..."``; no such GPU is
-            needed. By default what the current CUDA device needs.
-        jobs: how many processes compile at once; by default one for each CPU of this process. A
+            needed. By default the architecture of the current CUDA device.
+        jobs: Number of compiler processes. By default one for each CPU of this process. A
             process takes about 0.5 GB.
-        load: whether to load the kernels too, so that no later call has to.
-        progress: whether to show a progress bar (tqdm if it is installed) on standard error.
+        load: True also loads the kernels, so that no later call has to.
+        progress: True shows a progress bar (tqdm if it is installed) on standard error.
 
     Returns:
-        What was done.
+        Numbers of compiled and of cached kernels, and the time.
 
     Raises:
         UnsupportedError: the CuTe DSL is missing, or no ``arch`` is given and there is no GPU.
@@ -164,7 +164,7 @@ def _in_workers(
 def _shown(
     answers: Iterable[tuple[KernelSpec, Answer]], total: int, progress: bool
 ) -> Iterator[tuple[KernelSpec, Answer]]:
-    """Pass ``answers`` on, showing on standard error how far it got."""
+    """Yield ``answers`` unchanged, and report the progress on standard error."""
     if not progress or not total:
         yield from answers
         return
@@ -188,7 +188,7 @@ def _outcome(spec: KernelSpec, answer: Answer) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of ``python -m cute_kernels.precompile``; returns the exit status."""
+    """Run the command ``python -m cute_kernels.precompile``, and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m cute_kernels.precompile",
         description="Compile kernels into the disk cache (CUTE_KERNELS_CACHE_DIR).",

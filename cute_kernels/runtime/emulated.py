@@ -89,7 +89,7 @@ class EmulatedKernel:
 
     Attributes:
         ptx: the PTX of every kernel that it launches.
-        cubin: what its host code gives to the CUDA runtime: the machine code.
+        cubin: The machine code that the host code passes to the CUDA runtime.
     """
 
     def __init__(

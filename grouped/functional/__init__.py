@@ -2,3 +2,9 @@
 
 ``grouped`` exports the public ones.
 """
+
+from cute_kernels.deprecation import deprecated_attributes
+
+__getattr__ = deprecated_attributes(
+    __name__, {"compute_offsets": "grouped:compute_offsets", "quantize": "grouped:quantize"}
+)

@@ -30,7 +30,7 @@ from .operands import (
 
 
 class ExpertsOptions(NamedTuple):
-    """Options of the experts beside their layers.
+    """Options of the experts, other than their layers.
 
     Attributes:
         activation: Text of the activation.

@@ -225,7 +225,7 @@ class BackwardContext(NamedTuple):
     def replay_key(self) -> Hashable:
         """Return the key under which a backward pass is replayed; None if it cannot be.
 
-        It cannot if it writes tensors beside its results, or if something observes it.
+        It cannot if it writes tensors other than its results, or if something observes it.
         """
         for layer in self.layers:
             if layer.accumulator or layer.scaling or layer.probe or layer.flags is not None:

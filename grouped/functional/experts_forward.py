@@ -53,8 +53,8 @@ def run_inference(
     """Return ``run()``, replayed if gradients are disabled.
 
     Args:
-        key: Options that ``run`` depends on beside the layers.
-        inputs: Tensors that ``run`` reads beside those of the layers.
+        key: Options that ``run`` depends on, other than the layers.
+        inputs: Tensors that ``run`` reads, other than those of the layers.
         layers: The layers that ``run`` multiplies by.
         run: Computes the result.
     """
@@ -73,13 +73,13 @@ def run_quantized_inference(
     cache: dict[str, Any],
     run: Callable[[tuple[Layer, Layer]], Tensor],
 ) -> Tensor:
-    """``run_inference`` of layers that have nothing but a quantized weight.
+    """Call ``run_inference`` for layers whose only tensor is a quantized weight.
 
     The layers are made only if the call is not replayed.
 
     Args:
-        key: Options that ``run`` depends on beside the layers.
-        inputs: Tensors that ``run`` reads beside those of the layers.
+        key: Options that ``run`` depends on, other than the layers.
+        inputs: Tensors that ``run`` reads, other than those of the layers.
         weights: The weights of both layers.
         recipe: Recipe of both layers.
         cache: Keeps, for the same weights and recipe, the key of the layers. It holds no tensor.

@@ -328,7 +328,7 @@ def w4a16_operand(
 ) -> tuple[Tensor, list[Tensor], str]:
     """Return codes, scales and format of quantized weights that multiply plain activations."""
     if b.offs is not None:
-        raise ValueError(f"b must be uniform beside a plain a, got {b!r}")
+        raise ValueError(f"b must be uniform if a is plain, got {b!r}")
     _check_uniform(b, "uniform")
     # A columnwise copy never has one global scale per row.
     level = b.format.global_scale_for(columnwise=transpose_b)

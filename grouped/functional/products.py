@@ -109,7 +109,7 @@ class ActivationGradientOperands(NamedTuple):
 
     Attributes:
         dz: Gradient of the activation's input, in both directions.
-        weighted_activation: P * a, columnwise.
+        weighted_activation: The product p * a, quantized columnwise.
         dp: (T, k) fp32 gradient of the routing weights.
     """
 

@@ -40,7 +40,7 @@ def can_cache(sources: Sequence[Tensor]) -> bool:
 
 
 def is_static(sources: Sequence[Tensor]) -> bool:
-    """Return True if calls may cache these weights without being told.
+    """Return True if calls may cache these weights without ``is_first_microbatch``.
 
     They must be parameters. The call must not be captured or traced, since a replay would not see
     changes.

@@ -25,9 +25,9 @@ from .linear import GroupedLinear, check_width
 
 
 class Mixture:
-    """Inputs that a mixture passes to its experts beside the rows.
+    """Inputs that a mixture passes to its experts in addition to the rows.
 
-    It is no tuple, because FSDP2 casts the tensors of tuples to its dtype.
+    This is not a tuple, because FSDP2 casts the tensors of tuples to its dtype.
 
     Args:
         weights: (T, k) fp32. The routing weights.

@@ -88,7 +88,7 @@ def _warn_unwatched() -> None:
     """Warn, once, that updates of a GroupedTensor may be lost."""
     warnings.warn(
         "updating a GroupedTensor in place rounds it to its format each time, which loses updates "
-        "that are small beside the values. On a CPU one that changes nothing warns; on a GPU and "
-        f"in compiled code nothing looks. {_ADVICE}",
+        "that are small relative to the values. An update that changes nothing warns on a CPU, but "
+        f"not on a GPU or in compiled code. {_ADVICE}",
         stacklevel=2,
     )

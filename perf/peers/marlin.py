@@ -14,7 +14,7 @@ from .base import W4A16Peer, linear_nvfp4
 _UTILS = "vllm.model_executor.layers.quantization.utils"
 _ALIGN = "vllm.model_executor.layers.fused_moe.moe_align_block_size"
 _BLOCKS = (8, 16, 32, 48, 64)
-#: A block has the fewest rows of which an average expert fills less than this share.
+#: The block size is the smallest one of which an average expert fills less than this share.
 _FILLED = 0.9
 
 

@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> int:
                     Path(position), [folder for folder in folders if "modelopt" in folder.name]
                 )
                 print(
-                    f"{name} {version}: it makes config.json of hf_quant_config.json as written: {all(same)}"
+                    f"{name} {version}: it makes config.json of hf_quant_config.json as written: {all(same)}"  # noqa: E501
                 )
                 wrong += not all(same)
                 continue
@@ -116,13 +116,13 @@ def main(arguments: list[str]) -> int:
                 ) and "Unquantized" not in answer.experts
                 note = "" if right else f"  WRONG: wanted {wanted}, {answer}"
                 print(
-                    f"{name:6} {version:8} {folder.name:30} {answer.experts:38} {answer.weight_only!s:14} {answer.block}{note}"
+                    f"{name:6} {version:8} {folder.name:30} {answer.experts:38} {answer.weight_only!s:14} {answer.block}{note}"  # noqa: E501
                 )
                 wrong += not right
             for folder in [f for f in folders if f.name.startswith("convert")]:
                 if not ask(name, position, without_ignored(folder)).quantized:
                     print(
-                        f"{name} {version} {folder.name}: WRONG: it asks nothing of modules that are not quantized"
+                        f"{name} {version} {folder.name}: WRONG: it asks nothing of modules that are not quantized"  # noqa: E501
                     )
                     wrong += 1
                 shutil.rmtree(folder.with_name(f"{folder.name}, ignoring nothing"))

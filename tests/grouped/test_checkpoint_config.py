@@ -227,7 +227,7 @@ def test_a_promise_without_its_tensor_is_refused(tmp_path):
     rename = {"^model.q_proj": "model.mlp.experts.0.gate_proj"}
     with pytest.raises(
         ValueError,
-        match="model.mlp.experts.0.gate_proj is quantized, but another weight of that name is plain",
+        match="model.mlp.experts.0.gate_proj is quantized, but another weight of that name is plain",  # noqa: E501
     ):
         checkpoint.save(module, tmp_path, "compressed-tensors", rename=rename)
     module.model.q_proj.weight_scale = torch.nn.Parameter(torch.ones(1))
@@ -483,7 +483,7 @@ GROUP = "config_groups.group_0"
 REFUSED = {
     "online rotation": (
         changed(COMPRESSED, "transform_config.config_groups.R4", _r4("input")),
-        r'transform_config.config_groups.R4.apply\[0\].location is "input", but load reads only "weight_input" or',
+        r'transform_config.config_groups.R4.apply\[0\].location is "input", but load reads only "weight_input" or',  # noqa: E501
     ),
     "rotation of the output": (
         changed(COMPRESSED, "transform_config.config_groups.R4", _r4("output")),

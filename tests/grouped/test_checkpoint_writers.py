@@ -113,11 +113,11 @@ def test_a_writer_that_fails_removes_its_own_files_and_no_others(tmp_path):
 
 def test_what_a_crashed_writer_left_is_named(tmp_path):
     crash = "import os, sys, torch\nfrom grouped.checkpoint import files\n"
-    crash += "w = files.Writer(sys.argv[1], 8); w.add('a', torch.ones(2)); w.add('b', torch.ones(2)); os._exit(1)"
+    crash += "w = files.Writer(sys.argv[1], 8); w.add('a', torch.ones(2)); w.add('b', torch.ones(2)); os._exit(1)"  # noqa: E501
     assert (
         subprocess.run([sys.executable, "-W", "ignore", "-c", crash, str(tmp_path)]).returncode == 1
     )
-    message = rf"process \d+ wrote a checkpoint there and has ended before it finished. If .* remove .*{files.CLAIM}"
+    message = rf"process \d+ wrote a checkpoint there and has ended before it finished. If .* remove .*{files.CLAIM}"  # noqa: E501
     with pytest.raises(FileExistsError, match=message):
         checkpoint.save(mlp(), tmp_path, "modelopt")
     with pytest.raises(ValueError, match=message):

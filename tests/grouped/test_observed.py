@@ -83,7 +83,7 @@ PROCESS = """
 import sys, torch, grouped
 print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
 print(grouped.quantize(torch.ones(2, 16, 32), grouped.NVFP4(block=(16, 16)))._stable_hash_for_caching())
-"""
+"""  # noqa: E501
 
 
 def test_cache_keys_are_the_same_in_another_process(monkeypatch):

@@ -197,7 +197,7 @@ def recorded(monkeypatch):
     """CPU tensors are taken for those of a device that the host does not read."""
 
     names = {"EndRowChecks": EndRowChecks}
-    source = "def record(offs, rows, *_):\n if EndRowChecks.recorder is not None: EndRowChecks.recorder(offs, rows)"
+    source = "def record(offs, rows, *_):\n if EndRowChecks.recorder is not None: EndRowChecks.recorder(offs, rows)"  # noqa: E501
     exec(compile(source, cute_kernels.__file__, "exec"), names)  # Its line is not the caller's.
     for module in (grouped.tensor.offsets, cute_kernels.ops.op):
         monkeypatch.setattr(module, "check_end_rows_of", names["record"])

@@ -274,9 +274,9 @@ def test_what_is_assigned_to_a_sharded_layer(called, mesh):
 
 def test_asking_imports_nothing():
     program = (
-        "import sys, torch, grouped; from grouped.ownership import Ownership; before = set(sys.modules);"
-        "layer = grouped.nn.GroupedLinear(2, 32, 32); assert Ownership(layer).owner(layer, 'weight') is None;"
-        "assert not {'peft', 'accelerate', 'transformers', 'torch.distributed.fsdp', 'torch.distributed.tensor'} & ("
+        "import sys, torch, grouped; from grouped.ownership import Ownership; before = set(sys.modules);"  # noqa: E501
+        "layer = grouped.nn.GroupedLinear(2, 32, 32); assert Ownership(layer).owner(layer, 'weight') is None;"  # noqa: E501
+        "assert not {'peft', 'accelerate', 'transformers', 'torch.distributed.fsdp', 'torch.distributed.tensor'} & ("  # noqa: E501
         "set(sys.modules) - before), set(sys.modules) - before"
     )
     run_python(program)

@@ -118,7 +118,7 @@ def test_microbatches_keep_their_rows(recipe, is_quantized, delay):
 
 @pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_peak(recipe):
-    """With the gradients live only the output and the operands of wgrad, but no quantized weight."""
+    """With the gradients live only the output and the operands of wgrad, but no quantized weight."""  # noqa: E501
     _, peak = measure(recipe, Sizes(experts=8, hidden=256, intermediate=128, tokens=64))
     rows, weight = 8 * 64, 8 * 256 * 128
     gradients = 2 * (3 * weight + rows * 256)

@@ -1,4 +1,4 @@
-"""accelerate, PEFT and safetensors beside quantized weights: each works, or says at once what does."""
+"""accelerate, PEFT and safetensors beside quantized weights: each works, or says at once what does."""  # noqa: E501
 
 import copy
 
@@ -227,7 +227,7 @@ def test_swapped_weights():
 
 
 def test_swapped_plain_weights():
-    """A kept copy refers to the weight, which torch then refuses; a change of mode drops the copy."""
+    """A kept copy refers to the weight, which torch then refuses; a change of mode drops the copy."""  # noqa: E501
     models = [
         grouped.nn.GroupedLinear(2, 64, 64, bias=False, recipe=RECIPES["NVFP4"], dtype=BF16).eval()
         for _ in (0, 1)

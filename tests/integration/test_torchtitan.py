@@ -50,7 +50,7 @@ def test_converted_experts(recipe):
 
 
 def on_two_ranks(rank, folder):
-    """DTensor weights, Shard(0), behind torchtitan's exchange of tokens: the bits of one process."""
+    """DTensor weights, Shard(0), behind torchtitan's exchange of tokens: the bits of one process."""  # noqa: E501
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2
     )
@@ -149,7 +149,7 @@ def tree_of(count):
 
 
 def test_torchtitan_sees_that_experts_are_quantized(logged):
-    """So that it reports no MFU by the peak of BF16; under the recipe BF16 that is the right one."""
+    """So that it reports no MFU by the peak of BF16; under the recipe BF16 that is the right one."""  # noqa: E501
     for recipe, is_quantized in (("FP8Block", True), (recipes.NVFP4(), True), ("BF16", False)):
         tree = converted(recipe, tree_of(2))
         assert has_quantization(tree) == is_quantized
@@ -168,7 +168,7 @@ def test_what_was_converted_is_logged(logged):
 
 
 def test_overrides_of_experts(logged):
-    """Those of torchtitan pass over converted experts, which is said; with ``after`` both are had."""
+    """Those of torchtitan pass over converted experts, which is said; with ``after`` both are had."""  # noqa: E501
     fused = "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
     converted("FP8Block", converted("FP8Block", tree_of(1))).layers[0].build()
     tree = converted("FP8Block", tree_of(1))

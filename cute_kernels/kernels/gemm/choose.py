@@ -1,8 +1,9 @@
 """The choice of a tile, and of the kernels that share a product.
 
-The choice starts from the tiles that are legal (``GemmConfig.can_implement``) and that the
-architecture prefers (``prefers`` in ``sm90.choose`` and ``sm100.choose``). It takes the one that
-the architecture's model of time (``cost_model``) estimates to be fastest. It is deterministic: the
+The choice starts from the tiles that the configuration can have (``GemmConfig.why_unsupported``)
+and that the architecture prefers (``prefers`` in ``sm90.choose`` and ``sm100.choose``). Of those
+that can compute the problem (``can_implement``) it takes the one that the architecture's model of
+time (``cost_model``) estimates to be fastest. It is deterministic: the
 same sizes give the same tile, and every tile gives the same bits.
 """
 
@@ -36,7 +37,10 @@ def prefers(config: GemmConfig, tile: TileShape) -> Support:
 
 @functools.lru_cache(maxsize=256)
 def preferred_tiles(config: GemmConfig) -> tuple[TileShape, ...]:
-    """Return the tiles that ``choose_config`` considers for ``config``, which are all legal."""
+    """Return the tiles that ``choose_config`` considers for ``config``.
+
+    They keep the rules of fields and tiles. ``can_implement`` may still refuse a problem.
+    """
     return tuple(tile for tile in config.tile_shapes if prefers(config, tile))
 
 

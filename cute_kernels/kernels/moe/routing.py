@@ -3,7 +3,7 @@
 Pairs of a token and an expert are numbered token by token. Each warp of a cluster has a run of
 consecutive pairs. It counts the experts of its run in shared memory, the cluster adds up the
 counts, and each warp goes through its run once more, knowing where its first pair of each expert
-goes. If there are more than ``_WINDOW`` experts, so many are sorted at a time.
+goes. If there are more than ``_WINDOW`` experts, that many are sorted at a time.
 
 Scattered stores of four bytes take most of the time, so many clusters share them: each cluster
 counts all pairs, and places those of its share of each run.

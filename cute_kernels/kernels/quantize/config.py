@@ -454,7 +454,7 @@ class GradientConfig:
     def has_table_room(self) -> bool:
         """True if a table of sigmoids fits in shared memory.
 
-        It does not fit beside two stages of three tiles and scale tiles.
+        It does not fit if there are two stages of three tiles each and scale tiles.
         """
         return self.num_tiles == 1 or not any(copy.fmt.has_scale_tiles for copy in self.copies)
 

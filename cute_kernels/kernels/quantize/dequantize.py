@@ -76,7 +76,7 @@ class RowAddresses(NamedTuple):
 class Dequantizer(GridKernel):
     """Decodes one direction of a quantized tensor, see the module."""
 
-    #: An SM certainly holds so many: the kernels take 66 to 128 registers per thread.
+    #: An SM always has room for two: the kernels take 66 to 128 registers per thread.
     ctas_per_sm = 2
     num_threads = _WARPS * WARP_SIZE
 

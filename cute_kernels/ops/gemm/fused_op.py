@@ -252,8 +252,8 @@ class MGroupedQuantizeGemmActivate(_Activated, MGroupedQuantizeGemm):
     """Compute ``grouped_quantize`` of ``a`` and ``m_grouped_gemm_activate`` in one op.
 
     Args:
-        a: As for ``m_grouped_quantize_gemm``, and so are all arguments up to ``inverse``.
-        epilogue: As for ``m_grouped_gemm_activate``, and so are all arguments after it.
+        a: See ``m_grouped_quantize_gemm``, also for all other arguments up to ``inverse``.
+        epilogue: See ``m_grouped_gemm_activate``, also for all arguments after it.
 
     Returns:
         As for ``m_grouped_gemm_activate``.

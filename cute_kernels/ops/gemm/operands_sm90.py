@@ -28,7 +28,7 @@ from .operand_tensors import Operands, OperandTensors, Prepare
 
 
 def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) -> Prepare | None:
-    """Return what prepares the operands of calls like ``op``; None if they stay as they are."""
+    """Return a function that prepares the operands of calls like ``op``; None if none is needed."""
     if op.quantizes_a:
         return _quantize_values(cast("MGroupedQuantizeGemm", op), launch)
     if config.activations is not None:
@@ -93,8 +93,8 @@ def _expand_codes(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
 
 
 def _quantize_values(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
-    # There is a configuration: ``run_as_values`` of the launcher has asked for it.
-    """Return what quantizes A to fp16 values."""
+    """Return a function that quantizes A to fp16 values."""
+    # The configuration is not None: ``run_as_values`` of the launcher has checked that.
     config = cast("RowsConfig", values_config(op, launch))
     kernel = launch.kernel(config)
     amax_kernel = None
@@ -131,7 +131,7 @@ def _quantize_values(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
 
 
 def _arrange_activations(op: GroupedGemm, dtype: str, launch: Launcher) -> Prepare:
-    """Return what puts a plain A into the order in which it is contracted with codes."""
+    """Return a function that reorders a plain A for a product with codes."""
     kernel = launch.kernel(ArrangeConfig(dtype, gathered=op.index is not None))
     x = op.a
     num_rows = len(x) if op.index is None else len(op.index)

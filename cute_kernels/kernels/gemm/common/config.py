@@ -39,7 +39,7 @@ class GemmConfig(abc.ABC):
     """One variant of the grouped GEMM: what it computes, and how an architecture tiles it.
 
     Attributes:
-        operand: Name of the operand kind, see ``OPERANDS``. Of A's kind if B has another one.
+        operand: Name of the operand kind of A, see ``OPERANDS``.
         grouping: "m_grouped" or "k_grouped".
         out_dtype: Dtype of the output, or to which it is rounded before it is quantized.
         row_scaled: The global scale of A is one amax per row instead of one per group.
@@ -49,17 +49,17 @@ class GemmConfig(abc.ABC):
         transpose_b: B of an m_grouped product is (G, K, N) instead of (G, N, K).
         zero_tail: Rows of the tail become zeros.
         tile: Tile that the tensor core works on.
-        b_operand: Name of the operand kind of B. None for that of A.
+        b_operand: Name of the operand kind of B, or None if it is the same as that of A.
         pow2_scales: fp32 block scales of both operands are powers of two.
-        gathered: Rows of operand N, of A or in a k_grouped product of B, are read by an index.
-        activation: Activation of the product, which is rounded to ``out_dtype`` before.
+        gathered: Rows of A (in a k_grouped product, of B) are read by an index.
+        activation: Activation of the product. The product is rounded to ``out_dtype`` first.
         interleaved: Rows of B for the two inputs of a gated activation alternate. Otherwise they
-            are halves, whose rows a tile has in turn.
+            are two halves, and a tile has rows of both.
         stores_preactivation: The input of the activation is stored, too, with columns in the order
             of the rows of B.
         quantizes_to: Text of the format to which the activation's result, rounded to ``out_dtype``,
-            is quantized, rowwise. Then the output is codes and block scales, whose rows are in
-            slots.
+            is quantized rowwise. The output is then codes and block scales. The rows of the
+            block scales are in slots.
     """
 
     operand: str

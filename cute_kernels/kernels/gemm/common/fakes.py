@@ -100,7 +100,7 @@ class FakeArguments:
         )
 
     def expanded(self, dtype: str) -> Any:
-        """Return values of the operand beside codes, whose K is padded to whole chunks of 128."""
+        """Return values to multiply by codes, with K padded to whole chunks of 128."""
         rows = self.n if self.is_k_grouped else self.rows
         return _pitched(DSL_TYPES[dtype], rows, cute.sym_int(divisibility=DECODED_CHUNK_K))
 

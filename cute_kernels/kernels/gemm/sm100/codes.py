@@ -1,4 +1,4 @@
-"""Codes that no instruction multiplies by the other operand: how they get into shared memory."""
+"""Loads into shared memory of codes that no MMA instruction can multiply by the other operand."""
 
 from typing import Any
 

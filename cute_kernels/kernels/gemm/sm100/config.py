@@ -42,7 +42,7 @@ BOX_ROWS = 32
 EPILOGUE_WARPS = 4
 #: Rows and columns of the output that an epilogue warp with swapped operands handles at a time.
 SWAPPED_BLOCK = 32
-#: MMA instructions along K for one stage of shared memory: 128 bytes a row.
+#: MMA instructions along K for one stage of shared memory: 128 bytes per row.
 K_BLOCKS = 4
 #: Number of columns of accumulators for whose sums a thread has registers.
 _PROMOTED_N = 128

@@ -65,7 +65,8 @@ class SwappedEpilogue:
         self.warp_col = cta_row + warp * WARP_SIZE
         self.staged = staged.toint() + warp * (config.staged_bytes // 4)
         self.block_store = block_store
-        #: A staged row is so many chunks of 16 bytes, swizzled so that eight rows use all banks.
+        #: ``chunks`` is the number of 16-byte chunks per staged row. They are swizzled so that
+        #: eight rows use all banks.
         self.row_bytes = SWAPPED_BLOCK * self.out_type.width // 8
         self.chunks = self.row_bytes // _CHUNK_BYTES
         self.block_bytes = SWAPPED_BLOCK * self.row_bytes

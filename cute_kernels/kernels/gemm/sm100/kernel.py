@@ -21,7 +21,7 @@ The loads of elements stay as they are, and only the instructions use B as opera
 small as the rows allow. The epilogue finds that tile transposed.
 
 Codes that no instruction multiplies by the other operand are decoded by warps into the stages that
-the MMA reads. These warps arrive at the barriers of the stages beside the load warp: see
+the MMA reads. These warps arrive at the barriers of the stages, as the load warp does: see
 ``decode``.
 """
 
@@ -70,7 +70,7 @@ class Sources(NamedTuple):
     Attributes:
         m: Elements of operand M. None if they are decoded or gathered.
         n: Elements of operand N, likewise.
-        m_scales: Block scales of operand M. None without, as all others below.
+        m_scales: Block scales of operand M, or None. All later fields may be None, too.
         n_scales: Block scales of operand N.
         partial_m_scales: Block scales of operand M of partial tiles with swapped operands.
         partial_n_scales: Block scales of operand N of such tiles.

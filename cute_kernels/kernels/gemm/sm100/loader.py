@@ -1,4 +1,4 @@
-"""How both operands and their block scales get into shared memory."""
+"""Loads of both operands and their block scales into shared memory."""
 
 from typing import Any, NamedTuple
 

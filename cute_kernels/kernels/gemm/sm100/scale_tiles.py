@@ -78,9 +78,10 @@ class ScaleTilesKernel:
         Args:
             a: (blocks along K, rows) fp32, or (blocks along rows, blocks along K) of squares. None
                 if scales are tiles already.
-            a_tiles: (ceil(rows / 128), blocks along K, 512) uint8, written. None as ``a``.
-            b: As ``a``, with the groups first if uniform. Or the tiles of B if scales are tiles
-                already.
+            a_tiles: (ceil(rows / 128), blocks along K, 512) uint8, written. None if
+                ``a`` is None.
+            b: Like ``a``, with a leading group dimension if uniform; or the tiles of B if its
+                scales are tiles already.
             b_tiles: As ``a_tiles``, with the groups first if uniform; written.
             half: Rows of half a matrix of B, if the halves are interleaved.
             num_sms: Number of SMs.

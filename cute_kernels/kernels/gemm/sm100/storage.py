@@ -28,7 +28,7 @@ class Stages(NamedTuple):
     Attributes:
         m: Elements of operand M.
         n: Elements of operand N.
-        m_scales: Block scales of operand M. None without, as all others below.
+        m_scales: Block scales of operand M, or None. All later fields may be None, too.
         n_scales: Block scales of operand N.
         m_codes: Codes of operand M, if they are decoded.
         n_codes: Codes of operand N.

@@ -35,11 +35,11 @@ from ..common.rules import Rule
 
 #: Bytes along K of one stage: one swizzle atom. If operand M is decoded, a stage has a chunk of 128
 #: that the lanes of a quad read at once, see ``decode``. It has two in tiles of up to
-#: ``_LONG_STAGE_N`` columns, whose instructions are short beside the overhead of a stage.
+#: ``_LONG_STAGE_N`` columns, whose instructions are short compared with the overhead of a stage.
 _STAGE_ROW_BYTES = 128
 _LONG_STAGE_K = 2 * DECODED_CHUNK_K
 _LONG_STAGE_N = 16
-#: Columns up to which a tile's instructions are short beside the overhead of a group of them.
+#: Columns up to which a tile's instructions are short compared with the overhead per group.
 _SHORT_N = 64
 #: Columns of a tile between narrow and wide ones, for decoded operands.
 DECODED_N = 96
@@ -48,12 +48,12 @@ _DYNAMIC_ROWS = 128
 #: Columns above which two warpgroups ping-pong: one multiplies while the other stores.
 WIDE_N = 128
 #: Columns of the instructions of wider row-fitted tiles. Groups of random sizes with 64, 128, 256
-#: and 512 rows on average take 3, 20, 13 and 7% less than in tiles of 128, groups of equal sizes
-#: as much (H200).
+#: and 512 rows on average take 3, 20, 13 and 7% less time than in tiles of 128. Groups of equal
+#: sizes take the same time (H200).
 _ROW_FITTED_N = (64, 96, 128, 144, 160)
-#: Columns of a tile whose output is all staged, beside three stages of operands.
+#: Columns of a tile whose whole output fits in shared memory with three stages of operands.
 STAGED_N = 144
-#: Number of columns whose partial sums a warpgroup holds at a time, beside all sums in fp32.
+#: Columns whose partial sums a warpgroup holds at a time, in addition to all fp32 sums.
 _PARTIAL_N = 128
 #: Least number of row scales that TMA copies for a stage: 128 bytes keep each stage aligned.
 _MIN_SCALES = 32
@@ -387,9 +387,9 @@ class Sm90GemmConfig(GemmConfig):
     def k_groups(self) -> int:
         """Number of groups of instructions of one stage.
 
-        One group is decoded while another is multiplied. In narrow tiles a group costs more than
-        its being short gains. In wide tiles it does not, and 256 x 128 lost 4% with two groups
-        (H200).
+        One group is decoded while another is multiplied. In narrow tiles the overhead of
+        more groups exceeds their gain. In wide tiles it does not: 256 x 128 is 4% slower with two
+        groups (H200).
         """
         if not self.is_decoded:
             return self.k_blocks
@@ -504,7 +504,7 @@ class Sm90GemmConfig(GemmConfig):
 
     @property
     def has_store_warpgroup(self) -> bool:
-        """True if a warpgroup of its own activates and stores the tiles that others staged.
+        """True if a separate warpgroup activates and stores the tiles that other warpgroups staged.
 
         An activation takes as many instructions as products of K = 1000, so they run during the
         products.

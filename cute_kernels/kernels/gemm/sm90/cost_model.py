@@ -51,8 +51,8 @@ _BALANCED_FP8 = 1.35
 _QUANTILES = 16
 #: Rows of a group above which there is more than one tile, unless all groups have one size.
 _LARGE_GROUP = 128
-#: Factor of FP8 tiles with dynamic scheduling beside those without, which are 128 x 256: for groups
-#: of up to a tile on average, and for larger ones, which take 3 to 8% longer (H200).
+#: Time of FP8 tiles with dynamic scheduling relative to 128 x 256 tiles without it: for groups of
+#: up to one tile on average, and for larger groups. Those take 3 to 8% longer (H200).
 _DYNAMIC = (0.95, 1.1)
 
 

@@ -93,8 +93,8 @@ class Sm90Gemm:
     def __call__(self, *args: Any) -> None:
         """Launch the kernel with ``GemmArguments`` and a stream.
 
-        fp16 or bf16 values beside codes have their elements in the order of ``decode``, and K as a
-        multiple of 128.
+        If one operand is codes, the fp16 or bf16 elements of the other are in the order of
+        ``decode``, and its K is a multiple of 128.
         """
         config, layouts = self.config, Layouts(self.config)
         x, stream = GemmArguments(*args[:-1]), args[-1]

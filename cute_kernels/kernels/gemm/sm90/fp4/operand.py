@@ -10,7 +10,7 @@ from ..config import Sm90GemmConfig
 def codes_stages(config: Sm90GemmConfig) -> tuple[tuple[int, int], cute.Layout]:
     """Return rows and bytes of codes of a stage, and the stages, (rows, (bytes, chunks), STAGE).
 
-    Lanes read whole rows of a chunk, without bank conflicts as they are.
+    Lanes read whole rows of a chunk. This causes no bank conflicts, so nothing is swizzled.
     """
     rows, width = config.tile.m, DECODED_CHUNK_K * config.kind.bits // 8
     chunk = rows * width
