@@ -6,5 +6,9 @@
 from cute_kernels.deprecation import deprecated_attributes
 
 __getattr__ = deprecated_attributes(
-    __name__, {"compute_offsets": "grouped:compute_offsets", "quantize": "grouped:quantize"}
+    __name__,
+    {
+        "compute_offsets": "grouped.functional.quantization:compute_offsets",
+        "quantize": "grouped.functional.quantization:quantize",
+    },
 )
