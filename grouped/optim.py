@@ -62,10 +62,10 @@ class AdamW(Optimizer):
         lr: Learning rate; a number or a tensor of one element.
         betas: Decay of the two moments.
         eps: Term added to the denominator.
-        weight_decay: Decoupled weight decay; see ``torch.optim.AdamW``.
+        weight_decay: Decoupled weight decay. See ``torch.optim.AdamW``.
         amsgrad: See ``torch.optim.AdamW``.
         maximize: See ``torch.optim.AdamW``.
-        masters: Values that GroupedTensors were quantized from, by parameter; other masters start
+        masters: Values that GroupedTensors were quantized from, by parameter. Other masters start
             as the decoded values.
         master_weights: Plain parameters in bf16 and fp16 have a master, too.
 

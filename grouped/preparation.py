@@ -107,16 +107,16 @@ def prepare(
         model: A model, or experts alone, on the device where it will run. Call this function
             before ``fully_shard``, ``DistributedDataParallel``, ``parallelize_module``, an adapter
             of the experts, and the optimizer.
-        fmt: Format of the weights; None for the format of the recipe of each layer: layers with
+        fmt: Format of the weights. None for the format of the recipe of each layer: layers with
             ``BF16`` stay plain. Quantized weights under ``BF16`` run with bf16 or fp16 activations
             (W4A16, W8A16). If the recipe has delayed scaling, None uses the scales of the weight as
             it is now.
         trainable: The weights require gradients, and have the columnwise copy that the gradient of
             the input reads.
-        columnwise: Make that copy also for weights that require no gradient; by default
+        columnwise: Make that copy also for weights that require no gradient. By default
             ``trainable``.
         masters: Receives, by new parameter, the plain weight (G, N, K) that it was quantized from,
-            for ``grouped.optim.AdamW``; it keeps them in memory. ``fully_shard`` makes other
+            for ``grouped.optim.AdamW``. It keeps them in memory. ``fully_shard`` makes other
             parameters: then use names as keys.
 
     Returns:

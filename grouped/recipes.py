@@ -341,7 +341,7 @@ class FP8Delayed(_Named):
 
     Args:
         propagate_nonfinite: See ``Recipe``.
-        grad_dtype: Data type of the codes of gradients; by default E5M2, TransformerEngine's
+        grad_dtype: Data type of the codes of gradients. By default E5M2, TransformerEngine's
             HYBRID.
         history_length: Number of steps whose amaxes count; TransformerEngine's
             ``amax_history_len``.
@@ -355,11 +355,11 @@ class FP8Delayed(_Named):
             costs one more read of each operand until all groups have begun. ``"one"``: scales are
             1, as TransformerEngine begins, and products below the smallest code vanish in the
             first step.
-        amax_group: Processes that share the scales: their amaxes are reduced to the largest at
-            each update, so all of them must take the same steps. A ``torch.distributed`` group or
-            its name; the name is stored. ``DistributedDataParallel`` then needs
+        amax_group: Processes that share the scales: their amaxes are reduced to the largest at each
+            update, so all of them must take the same steps. A ``torch.distributed`` group or its
+            name. The name is stored. ``DistributedDataParallel`` then needs
             ``broadcast_buffers=False``. None: each process has its own scales. A distributed
-            checkpoint stores one set of them; with a group, first call ``update()`` of each
+            checkpoint stores one set of them. With a group, first call ``update()`` of each
             ``scaling``, which reduces the amaxes of the last step.
 
     Raises:

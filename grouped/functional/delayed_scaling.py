@@ -40,7 +40,7 @@ def delayed_scaling_update(
             step, row 1 is the oldest, row L - 1 the newest.
         scale: (n,) fp32, contiguous: the argument ``scale`` of ``quantize``.
         fmt: Format of the quantized tensor: ``FP8(dtype, scaling="delayed")``, or its dtype.
-        amax: (n,) fp32 of this step, instead of row 0; its sign is ignored.
+        amax: (n,) fp32 of this step, instead of row 0. Its sign is ignored.
         margin: An integer; FP8_MAX is divided by two to this power.
         algorithm: ``"max"`` or ``"most_recent"``.
         group: Processes that share the scales, or the name of such a ``torch.distributed``

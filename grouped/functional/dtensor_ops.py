@@ -74,9 +74,9 @@ def product(
         call: Computes the product of a rank's parts: ``call(x, weight, offs, bias, alpha)``.
         x: (T, K).
         weight: (G, N, K), or ragged (T, N).
-        offs: (G,) end rows, or None.
-        bias: (G, N), or None.
-        alpha: (G,) fp32 factors, or None.
+        offs: (G,). End rows. Optional.
+        bias: (G, N). Optional.
+        alpha: (G,) fp32. Factors. Optional.
         columns: Dimension of the weight that is the columns of y.
     """
     mesh = _common_mesh(x, weight, *(t for t in (bias, alpha) if t is not None))

@@ -59,13 +59,13 @@ class Layer(NamedTuple):
 
     Attributes:
         weights: The weight (G, N, K), or (N, K) per group.
-        bias: (G, N), or None.
+        bias: (G, N). None if absent.
         recipe: Formats of the operands.
         quantized: The quantized weight, if it exists already.
         accumulator: Receives the gradients of weight and bias, if autograd does not.
         scaling: Scales under delayed scaling.
         probe: Observes the operands, if an inspector is active.
-        flags: (4,) bool flags of ``detect_nonfinite``, if that is active.
+        flags: (4,) bool. Flags of ``detect_nonfinite``, if that is active.
     """
 
     weights: Sequence[Tensor]

@@ -54,8 +54,8 @@ def experts(
     """Apply the experts.
 
     Args:
-        x: (T, H) tokens; or rows that are sorted by expert, with a ``PresortedRouting``.
-        p: (T, k) fp32 routing weights; None for sorted rows.
+        x: (T, H). Tokens. Or rows that are sorted by expert, with a ``PresortedRouting``.
+        p: (T, k) fp32. Routing weights. None for sorted rows.
         routing: Routing of the tokens.
         gate_up: The first layer.
         down: The second layer.

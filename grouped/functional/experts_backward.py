@@ -103,14 +103,14 @@ class SavedTensors:
     """Tensors that the experts save for the backward pass, which releases each after its last use.
 
     Attributes:
-        x: (T, H) input, for wgrad of the first layer or to compute z again.
-        p: (T, k) fp32 routing weights.
-        z: (R, W) input of the activation; None if it is computed again.
+        x: (T, H). Input, for wgrad of the first layer or to compute z again.
+        p: (T, k) fp32. Routing weights.
+        z: (R, W). Input of the activation. None if it is computed again.
         routing: Routing of the tokens.
         down_bias: Bias of the second layer.
         gate_up: Tensors of the first layer.
         down: Tensors of the second layer.
-        recompute: Operands that compute z again, or None.
+        recompute: Operands that compute z again. None if absent.
     """
 
     x: Tensor | None
@@ -474,11 +474,11 @@ def _bias_gradient(
     """Return the gradient of the second bias (E, H), and add the bias's share to ``dp``.
 
     Args:
-        dy: (T, H) gradient of the output.
-        p: (T, k) fp32 routing weights.
-        dp: (T, k) fp32 gradient of ``p``, updated in place.
-        offs: (E,) int32 end rows.
-        row: (T, k) int32 row of each pair; -1 if there is none.
+        dy: (T, H). Gradient of the output.
+        p: (T, k) fp32. Routing weights.
+        dp: (T, k) fp32. Gradient of ``p``, updated in place.
+        offs: (E,) int32. End rows.
+        row: (T, k) int32. Row of each pair; -1 if there is none.
         bias: (E, H).
         is_needed: False to update ``dp`` only and return None.
     """

@@ -142,8 +142,8 @@ def run_forward(
     """Compute the experts, replayed if possible.
 
     Args:
-        x: (T, H) tokens, or rows that are sorted by expert.
-        p: (T, k) fp32 routing weights; None for sorted rows.
+        x: (T, H). Tokens, or rows that are sorted by expert.
+        p: (T, k) fp32. Routing weights. None for sorted rows.
         routing: Routing of the tokens.
         layers: The two layers.
         options: Options of the experts.

@@ -57,13 +57,13 @@ def grouped_gemm(
             accepted with plain bf16 or fp16 activations (W4A16), and NVFP4 weights with FP8,
             FP8Block or MXFP8 activations (W4A8). Quantized activations with plain weights are
             not.
-        offs: (G,) end rows, for a plain ``a``.
+        offs: (G,). End rows, for a plain ``a``.
         bias: (G, N) for fprop and dgrad, added in fp32.
-        alpha: (G,) fp32 factors.
+        alpha: (G,) fp32. Factors.
         out_dtype: Data type of a new result; bf16 by default, for all operands. Quantized operands
             belong to bf16 layers, even if they were quantized from fp32 master weights. (The flat
             ops use the dtype of a plain ``a``, as ``torch.mm`` does.)
-        out: Tensor to write the result into; rows of empty groups and of the tail are not written.
+        out: Tensor to write the result into. Rows of empty groups and of the tail are not written.
         accumulate: Add to the values of ``out``, in fp32 before the one cast.
         transpose_b: Contract over the second dimension of ``b``, read from its columnwise copy.
         accumulation: "fast" or "split", for products of FP8 with one scale per group: all sums in
@@ -81,7 +81,7 @@ def grouped_gemm(
     Raises:
         TypeError: ``a`` is quantized and ``b`` is not, or a dtype is not supported.
         ValueError: A shape, a device or a combination of arguments breaks a rule.
-        RuntimeError: An operand lacks the direction that this product reads; or ``out`` is given
+        RuntimeError: An operand lacks the direction that this product reads. Or ``out`` is given
             and an operand or ``out`` requires a gradient, which would be lost.
         NotImplementedError: An operand has a tangent of forward-mode AD.
         cute_kernels.UnsupportedError: This backend, or every backend, lacks the product.

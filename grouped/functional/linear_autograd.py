@@ -40,13 +40,13 @@ def linear(
     ``torch.func``. There are no second and no forward-mode derivatives.
 
     Args:
-        x: (..., K) bf16, fp16 or fp32, whose leading dimensions flatten to T rows sorted by
-            group; under autocast, cast to its dtype.
+        x: (..., K) bf16, fp16 or fp32, whose leading dimensions flatten to T rows sorted by group.
+            Under autocast, cast to its dtype.
         weight: (G, N, K) with any strides, which gets a gradient of its dtype: pass a weight that
             is stored (G, K, N) as ``weight.mT``. Or a uniform GroupedTensor, used as it is, whose
             gradient is the gradient of its decoded values.
-        bias: (G, N), or None.
-        offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
+        bias: (G, N). Optional.
+        offs: (G,). End rows: an integer tensor on the device of ``x``, or a host list.
         recipe: The format of each operand, forward and backward. BF16 multiplies in bf16, or in
             fp16 if ``x`` is fp16.
         scaling: State of delayed scaling, required by recipes that have it: a
@@ -60,10 +60,10 @@ def linear(
 
     Raises:
         TypeError: ``recipe`` is no Recipe, or a dtype is not supported.
-        ValueError: A shape, a device or offs break a rule; or ``scaling`` is missing, or is for
+        ValueError: A shape, a device or offs break a rule. Or ``scaling`` is missing, or is for
             another recipe.
-        RuntimeError: A GroupedTensor lacks a copy that the product or a gradient reads; or a
-            second or forward-mode derivative was requested.
+        RuntimeError: A GroupedTensor lacks a copy that the product or a gradient reads. Or a second
+            or forward-mode derivative was requested.
     """
     check_recipe(recipe)
     check_is_tensor("x", x)

@@ -61,10 +61,10 @@ class LinearCall(NamedTuple):
     Attributes:
         recipe: Formats of the operands.
         prepacked: The codes of the weight are prepacked.
-        weight_format: Text of the format of the weight; None if it is plain.
+        weight_format: Text of the format of the weight. None if it is plain.
         dtype: Data type of the input and of the output.
         weight_dtype: Data type of the weight's gradient.
-        bias_dtype: Data type of the bias; None if there is none.
+        bias_dtype: Data type of the bias. None if there is none.
         discrete: The weight has one parameter per group.
         probe: Observes the operands of the call, if an inspector is active.
         may_be_zero: For each role, True if some of its given scales may be 0.

@@ -72,10 +72,10 @@ def forward(
     """Multiply rows by the weight of their group.
 
     Args:
-        x: (T, K) rows.
+        x: (T, K). Rows.
         weights: The weight (G, N, K), or (N, K) per group.
-        bias: (G, N), or None.
-        offs: (G,) int32 end rows.
+        bias: (G, N). Optional.
+        offs: (G,) int32. End rows.
         recipe: Formats of the operands.
         quantized: The quantized weight, if it exists already.
         needs: True for each of x and weight if its gradient is needed.
@@ -84,7 +84,7 @@ def forward(
         epilogue: Activation of the result.
 
     Returns:
-        The outputs of the product: y (T, N), or the outputs of the epilogue; and the tensors that
+        The outputs of the product: y (T, N), or the outputs of the epilogue. And the tensors that
         the backward pass reads.
     """
     need_dx, need_dweight = needs[:2]
@@ -282,11 +282,11 @@ def backward(
     Args:
         call: Metadata of the call.
         needs: True for each of x, weight and bias if its gradient is needed.
-        dy: (T, N) gradient of the output; or quantized in both directions, if the gradients of x
+        dy: (T, N). Gradient of the output. Or quantized in both directions, if the gradients of x
             and of the weight are needed, and that of the bias is not.
-        offs: (G,) int32 end rows.
+        offs: (G,) int32. End rows.
         saved: The tensors that the forward pass saved.
-        scale: (G,) fp32 scales of ``dy``, if its format has given scales.
+        scale: (G,) fp32. Scales of ``dy``, if its format has given scales.
     """
     if isinstance(dy, QuantizedOperand):
         return _quantized_backward(call, dy, offs, saved)

@@ -20,7 +20,7 @@ class OperandCopy(NamedTuple):
     """One orientation of an operand, as the GEMM ops read it.
 
     Attributes:
-        codes: Codes of a quantized operand; values of a plain one, bf16 or fp16.
+        codes: Codes of a quantized operand. Values of a plain one, bf16 or fp16.
         block_scales: Scales of the blocks, for formats that have them.
         global_scale: Fp32 tensor that the global scale follows from, for formats that have one:
             the amax of NVFP4, ``scale_inv`` of FP8.
@@ -53,9 +53,9 @@ class QuantizedOperand(NamedTuple):
     """An operand that was quantized in one or both orientations.
 
     Attributes:
-        rowwise: The copy with blocks along K, or None.
-        columnwise: The copy with blocks along the rows of each group, or None.
-        amax: (G,) fp32 amax of the values, if the caller gave the scales: the next scales follow
+        rowwise: The copy with blocks along K. None if absent.
+        columnwise: The copy with blocks along the rows of each group. None if absent.
+        amax: (G,) fp32. Amax of the values, if the caller gave the scales: the next scales follow
             from it.
     """
 
@@ -128,11 +128,11 @@ class LazyRows(NamedTuple):
     The rows are gathered from a tensor, optionally passed through an activation.
 
     Attributes:
-        x: (T, W) tensor that the rows come from.
-        offs: (G,) int32 end rows of the groups.
-        row_index: (R,) int32 row of ``x`` for each row; None for all rows in order.
-        inverse: (T, k) int32, for each row of ``x`` the rows that it becomes; with ``row_index``.
-        activation: Text of an activation that is applied to the rows, or None.
+        x: (T, W). Tensor that the rows come from.
+        offs: (G,) int32. End rows of the groups.
+        row_index: (R,) int32. Row of ``x`` for each row. None for all rows in order.
+        inverse: (T, k) int32, for each row of ``x`` the rows that it becomes. With ``row_index``.
+        activation: Text of an activation that is applied to the rows. None if absent.
         interleaved: The two inputs of a gated activation alternate.
     """
 
@@ -192,10 +192,10 @@ class SavedOperands(NamedTuple):
 
     Attributes:
         x: The input that wgrad reads: its columnwise copy, or its values if the recipe is plain.
-        weight: Columnwise copy of the weight, which dgrad reads; None if the recipe is plain.
+        weight: Columnwise copy of the weight, which dgrad reads. None if the recipe is plain.
         parameters: Parameters of the weight, which dgrad reads if the recipe is plain.
-        amax_x: (G,) amax of the input under delayed scaling.
-        amax_weight: (G,) amax of the weight under delayed scaling, if the call quantized it.
+        amax_x: (G,). Amax of the input under delayed scaling.
+        amax_weight: (G,). Amax of the weight under delayed scaling, if the call quantized it.
     """
 
     x: OperandCopy | None = None
@@ -231,11 +231,11 @@ class WgradOperands(NamedTuple):
 
     Attributes:
         dy: Columnwise copy of the gradient of the output, or its values if plain.
-        x: Columnwise copy of the input, or its values if plain; None until the caller sets it, if
+        x: Columnwise copy of the input, or its values if plain. None until the caller sets it, if
             the forward pass did not save it.
-        offs: (G,) int32 end rows.
-        row_index: (R,) int32 row of a plain ``x`` for each row of ``dy``, or None.
-        inverse: (T, k) int32, the inverse of ``row_index``.
+        offs: (G,) int32. End rows.
+        row_index: (R,) int32. Row of a plain ``x`` for each row of ``dy``. None if absent.
+        inverse: (T, k) int32. The inverse of ``row_index``.
     """
 
     dy: OperandCopy
@@ -249,10 +249,10 @@ class Gradients(NamedTuple):
     """Results of a backward pass; None if no gradient needs them.
 
     Attributes:
-        dx: (T, K) gradient of the input.
+        dx: (T, K). Gradient of the input.
         wgrad: Operands of the product that computes the gradient of the weight.
-        dbias: (G, N) gradient of the bias.
-        amax: (G,) amax of the gradient of the output, if its scales were given.
+        dbias: (G, N). Gradient of the bias.
+        amax: (G,). Amax of the gradient of the output, if its scales were given.
     """
 
     dx: Tensor | None

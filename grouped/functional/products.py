@@ -128,8 +128,8 @@ def quantize_activation_gradient(
     """Compute and quantize dz and p * a in one op.
 
     Args:
-        z: (R, W) input of the activation.
-        grad: (R, N) gradient of its result, without the routing weights.
+        z: (R, W). Input of the activation.
+        grad: (R, N). Gradient of its result, without the routing weights.
         recipes: Recipes of the two products: dz has the first one's gradient format, p * a the
             second one's input format.
         scales: (G,) fp32 of dz and of p * a, for formats that have given scales.
@@ -160,12 +160,12 @@ class QuantizedProduct(NamedTuple):
 
     Attributes:
         role: Role of the rows, ``"input"`` or ``"grad_output"``.
-        x: (T, K) rows, or rows that are quantized already.
+        x: (T, K). Rows, or rows that are quantized already.
         weight: Copy of the weight whose blocks run along K.
-        offs: (G,) int32 end rows.
+        offs: (G,) int32. End rows.
         fmt: Format of the rows.
         call: Metadata of the call.
-        bias: (G, N), added in fp32.
+        bias: (G, N). Added in fp32.
         transpose: The product is dgrad.
         columnwise: Also make the columnwise copy of the rows.
         scale: Scales of the rows, if their format has given scales.

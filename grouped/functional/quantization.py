@@ -112,9 +112,9 @@ def quantize(
             fp16 or fp32. K is a multiple of ``Format.k_multiple``, 16 for NVFP4. (..., 2K) for a
             gated activation without ``grad``.
         fmt: The format, such as ``grouped.NVFP4(row_scaled=True)``.
-        offs: (G,) end row of each group, non-decreasing: an int32 or int64 tensor on the device of
-            ``x``, never read on the host, or a host list. Rows from the last end on are the tail
-            of a capacity buffer: neither read nor written.
+        offs: (G,). End row of each group, non-decreasing: an int32 or int64 tensor on the device of
+            ``x``, never read on the host, or a host list. Rows from the last end on are the tail of
+            a capacity buffer: neither read nor written.
         shapes: (m, n) of each group if the last dimension varies, or both do: a host list, or an
             integer tensor (G, 2) on the CPU. Group i is contiguous and row-major in ``x``, from
             element m_0 * n_0 + ... + m_(i-1) * n_(i-1) on. Each n is a multiple of
@@ -133,12 +133,12 @@ def quantize(
             computes it first. Not with ``shapes``.
         dbias: Also return the column sums of each group of the quantized values, before they are
             rounded. Not with ``shapes``.
-        amax: (G,) fp32 amax of each group, instead of computing it; its sign is ignored. With
+        amax: (G,) fp32. Amax of each group, instead of computing it. Its sign is ignored. With
             ``NVFP4(hadamard=True)`` and both directions (2, G), rowwise and columnwise, since the
             columnwise copy has transformed values.
-        scale: (G,) fp32 factor of each group, which ``FP8(scaling="delayed")`` requires instead of
-            an amax and other formats refuse: elements are multiplied by it and saturate. The
-            result has it, its reciprocal ``scale_inv``, and the amax of this ``x``, from which
+        scale: (G,) fp32. Factor of each group, which ``FP8(scaling="delayed")`` requires instead of
+            an amax and other formats refuse: elements are multiplied by it and saturate. The result
+            has it, its reciprocal ``scale_inv``, and the amax of this ``x``, from which
             ``delayed_scaling_update`` makes the next scale.
         seed: An int, or a (2,) int64 tensor on the device of ``x``, for
             ``NVFP4(stochastic_rounding=True)`` only. Codes depend on it, on the element and on the

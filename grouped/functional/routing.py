@@ -17,10 +17,10 @@ class Routing(NamedTuple):
     All tensors are int32. R is the number of rows, one for each pair of a token and an expert.
 
     Attributes:
-        offs: (E,) end row of each expert.
-        token: (R,) token of each row.
-        pair: (R,) pair of each row: token * k + the position of the expert among the token's.
-        row: (T, k) row of each pair; -1 if its id is not an expert's.
+        offs: (E,). End row of each expert.
+        token: (R,). Token of each row.
+        pair: (R,). Pair of each row: token * k + the position of the expert among the token's.
+        row: (T, k). Row of each pair; -1 if its id is not an expert's.
     """
 
     offs: Tensor

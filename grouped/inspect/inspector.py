@@ -81,7 +81,7 @@ class QuantizationInspector:
     Args:
         model: Module that holds the layers, and names them.
         every: Inspect one of so many steps, the first of them.
-        layers: Names of layers, or shell patterns such as ``"*.down"``; None for all.
+        layers: Names of layers, or shell patterns such as ``"*.down"``. None for all.
         roles: Operands to inspect, of ``input``, ``weight`` and ``grad_output``.
 
     Raises:

@@ -49,12 +49,12 @@ class detect_nonfinite:
       detector.report()  # {"experts.down": ("input", "output")}
 
     Args:
-        model: Module that holds the layers to watch, and names them; None for all layers that run
+        model: Module that holds the layers to watch, and names them. None for all layers that run
             inside. Compiled calls need it, and are compiled again inside.
 
     Raises:
         ValueError: ``model`` holds no grouped layers.
-        RuntimeError: On entry, if another block is active; on a call of a compiled layer without
+        RuntimeError: On entry, if another block is active. On a call of a compiled layer without
             ``model``.
     """
 

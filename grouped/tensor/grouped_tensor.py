@@ -60,7 +60,7 @@ class GroupedTensor(GroupedTensorBase):
     tensor return GroupedTensors.
 
     Attributes:
-        format: Format record; it has everything that a reader of the bytes needs.
+        format: Format record. It has everything that a reader of the bytes needs.
         prepacked: True if the codes have the bit order of ``prepack``.
     """
 
@@ -87,13 +87,13 @@ class GroupedTensor(GroupedTensorBase):
             shape: (T, K) with ``offs``, (capacity,) with ``shapes``, else (G, N, K).
             dtype: Data type that it decodes to: bf16, fp16 or fp32.
             fmt: The format.
-            offs: (G,) int32 end rows of a ragged tensor, or None.
-            rowwise: Buffers of the copy with blocks along K, or None.
+            offs: (G,) int32. End rows of a ragged tensor. Optional.
+            rowwise: Buffers of the copy with blocks along K. Optional.
             columnwise: Buffers of the copy with blocks along rows, or None. Vectors that both
                 directions share, as in FP8, are the same tensors in both.
             requires_grad: See ``torch.tensor``.
             prepacked: True if the codes have the bit order of ``prepack``.
-            shapes: (m, n) of each group; see ``grouped.quantize``.
+            shapes: (m, n) of each group. See ``grouped.quantize``.
 
         Raises:
             TypeError: A dtype is not that of the format.
@@ -161,21 +161,21 @@ class GroupedTensor(GroupedTensorBase):
         Args:
             fmt: The format.
             codes: (G, N, K) FP8, or (G, N, K / 2) with two E2M1 codes per byte, the even column in
-                the low nibble; with ``offs`` (T, K) or (T, K / 2). Not copied if the strides are
+                the low nibble. With ``offs`` (T, K) or (T, K / 2). Not copied if the strides are
                 those of ``quantize``.
             scales: Block scales. In the layout ``"linear"`` (G, N, ceil(K / block)), or (T,
                 ceil(K / block)), with one scale for every row: scales of 16x16 and 32x32 blocks
                 are repeated. For ``FP8Block((128, 128))`` (G, ceil(N / 128), ceil(K / 128)).
                 Scales of one byte may be uint8. In ``"tiles"`` the buffer ``rowwise.scales``.
             amax: Amax of NVFP4, which its global scale follows from: (G,) fp32, or (T,) or (G, N)
-                if row-scaled; one number for all is accepted, too. Recorded amax of FP8, by
-                default computed from the codes.
+                if row-scaled. One number for all is accepted, too. Recorded amax of FP8, by default
+                computed from the codes.
             global_scale: Factor of codes times block scales, instead of ``amax``: ModelOpt's
                 ``weight_scale_2``, the reciprocal of compressed-tensors' ``weight_global_scale``.
-                For NVFP4 it is stored as the nearest amax; values differ in the last bits of fp32
+                For NVFP4 it is stored as the nearest amax. Values differ in the last bits of fp32
                 at most. FP8 requires it: its ``scale_inv``.
             scale: Factor that elements of FP8 were multiplied by, by default 1 / ``global_scale``.
-            offs: (G,) end rows of a ragged tensor; see ``grouped.quantize``.
+            offs: (G,). End rows of a ragged tensor. See ``grouped.quantize``.
             layout: ``"linear"`` or ``"tiles"``.
             dtype: Data type that it decodes to: bf16, fp16 or fp32.
 
@@ -342,12 +342,12 @@ class GroupedTensor(GroupedTensorBase):
         """Quantize into this tensor's storage.
 
         Args:
-            x: Values of this shape; or the input of ``activation``, or the master of ``update``.
-            offs: (G,) end rows of ``x``.
-            amax: (G,) fp32 amaxes to use instead of computing them.
-            scale: (G,) fp32 scales for formats whose scales the caller gives; by default those
-                of this tensor.
-            seed: (2,) int64 for stochastic formats; drawn by default.
+            x: Values of this shape. Or the input of ``activation``, or the master of ``update``.
+            offs: (G,). End rows of ``x``.
+            amax: (G,) fp32. Amaxes to use instead of computing them.
+            scale: (G,) fp32. Scales for formats whose scales the caller gives. By default those of
+                this tensor.
+            seed: (2,) int64 for stochastic formats. Drawn by default.
             activation: Text of an activation that is applied to ``x``.
             update: Arguments of ``adamw_quantize``, which updates ``x`` first.
         """

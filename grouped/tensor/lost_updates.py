@@ -53,7 +53,7 @@ def warn_if_lost(
 
     Args:
         x: The updated tensor.
-        before: Its ``snapshot``; if it is None, warn once that updates may be lost.
+        before: Its ``snapshot``. If it is None, warn once that updates may be lost.
         name: The op.
         arguments: Its arguments, decoded, by name.
         position: Position of ``x`` in the op's list of tensors, if it takes one.

@@ -67,17 +67,17 @@ class GroupedMember:
     Attributes of a direction that does not exist are None. Scales have the layout of the codes.
 
     Attributes:
-        codes: (m, K) FP8; for NVFP4 (m, K / 2) uint8, two E2M1 codes per byte, the even column in
+        codes: (m, K) FP8. For NVFP4 (m, K / 2) uint8, two E2M1 codes per byte, the even column in
             the low nibble.
-        scales: (m, K / 16) float8_e4m3fn for NVFP4, (m, K / 32) uint8 E8M0 for MXFP8, (m, ceil(K
-            / 128)) fp32 for FP8Block, or (ceil(m / 128), ceil(K / 128)) for its square blocks.
+        scales: (m, K / 16). Float8_e4m3fn for NVFP4, (m, K / 32) uint8 E8M0 for MXFP8, (m, ceil(K /
+            128)) fp32 for FP8Block, or (ceil(m / 128), ceil(K / 128)) for its square blocks.
         amax: Fp32 scalar for NVFP4 and FP8, or (m,) if row-scaled.
         scale: Fp32 scalar for FP8, the factor that elements were multiplied by.
         scale_inv: Fp32 scalar for FP8, the factor that codes are multiplied by.
         codes_t: (K, m) FP8, for NVFP4 (K, ceil(m / 2)) uint8; (m, K) FP8 for MXFP8. In a
             transformed copy the m rows are spread over whole blocks.
-        scales_t: (K, ceil(m / 16)) float8_e4m3fn for NVFP4, (ceil(m / 32), K) uint8 for MXFP8,
-            (K, ceil(m / 128)) fp32 for FP8Block, or (ceil(K / 128), ceil(m / 128)).
+        scales_t: (K, ceil(m / 16)). Float8_e4m3fn for NVFP4, (ceil(m / 32), K) uint8 for MXFP8, (K,
+            ceil(m / 128)) fp32 for FP8Block, or (ceil(K / 128), ceil(m / 128)).
         amax_t: Fp32 scalar for NVFP4.
     """
 
