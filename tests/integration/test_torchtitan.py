@@ -168,7 +168,7 @@ def test_what_was_converted_is_logged(logged):
 
 
 def test_overrides_of_experts(logged):
-    """Those of torchtitan pass over converted experts, which is said; with ``after`` both are had."""  # noqa: E501
+    """Check that torchtitan's override skips converted experts with a message, unless ``after``."""
     fused = "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
     converted("FP8Block", converted("FP8Block", tree_of(1))).layers[0].build()
     tree = converted("FP8Block", tree_of(1))

@@ -388,9 +388,10 @@ def test_weights_lie_as_the_implementation_reads_them():
 
 
 def test_prepared_experts_ask_transformers_for_nothing(monkeypatch):
-    """A decode step waits for the host.
+    """Check that a forward pass of prepared experts does not query the registry of transformers.
 
-    What the config or transformers' registry says still decides.
+    A lookup in every layer would slow the host down in a decode step. Later changes of the
+    implementation or of the registry still take effect.
     """
     model, ids = model_of("Qwen3Moe"), ids_of()
     model.set_experts_implementation("grouped_bf16")

@@ -29,10 +29,10 @@ def fitted(records):
     return observed.fitted(records)
 
 
-def error(found, seen):
+def error(prediction, call):
     return abs(
         math.log(
-            sum(found.time(kernel, seen.gpu)[0] for kernel in seen.kernels) / seen.microseconds
+            sum(prediction.time(kernel, call.gpu)[0] for kernel in call.kernels) / call.microseconds
         )
     )
 
@@ -97,7 +97,7 @@ def test_times_follow_the_formula(fitted):
     assert [bound(k) for k in bounds.values()] == list(bounds)
     decoded = replace(kernel, instructions=1e11, decode="decode x")
     assert bound(decoded) == "issue rate"
-    # What no record knows has a range.
+    # A kernel that no record covers gets a range of times.
     low, high = got.range(decoded, H200)
     assert low < got.time(decoded, H200)[0] < high
 

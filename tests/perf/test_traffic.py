@@ -174,7 +174,8 @@ def test_committed_rates_are_below_the_memory_of_the_gpu():
 
 
 def test_bytes_of_an_element_are_those_of_the_buffers():
-    """Of weights in each recipe's format; one number a group comes with them."""
+    """Compare ``element_bytes`` with quantized weights, which have up to three numbers per
+    group."""
     x = torch.ones(2, 256, 512, dtype=torch.bfloat16)
     numbers = 3 * 4 * len(x)  # Amax, level and scale.
     for name, recipe in layer.recipes().items():
