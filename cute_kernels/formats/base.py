@@ -214,7 +214,7 @@ class Format(Record, abc.ABC):
 
     def global_scale_for(self, columnwise: bool) -> GlobalScale | None:
         """Return the global scale of one direction; None if the format has none."""
-        return self._global_scales[columnwise]
+        return self._global_scales[1 if columnwise else 0]
 
     @property
     def has_scale_tiles(self) -> bool:
@@ -312,11 +312,11 @@ class Format(Record, abc.ABC):
 
         Names of the columnwise copy end in ``_t``, except for vectors that both directions share.
         """
-        return self._buffer_names[columnwise]
+        return self._buffer_names[1 if columnwise else 0]
 
     def operand_names(self, columnwise: bool) -> tuple[str, ...]:
         """Return the buffers of one direction that decode: of the global scale only the first."""
-        return self._operand_names[columnwise]
+        return self._operand_names[1 if columnwise else 0]
 
 
 for _old, _new in _OLD_NAMES.items():

@@ -55,7 +55,7 @@ class Launcher:
 
         def run(*arguments: Any) -> object:
             if has_counter:
-                arguments = *arguments[:-1], torch.zeros(1, dtype=torch.int32)
+                arguments = *arguments[:-1], torch.zeros(1, dtype=torch.int32, device="cpu")
             with emulator.options(**self._emulation):
                 return kernel(*arguments)
 

@@ -147,22 +147,28 @@ def grouped_gemm(
         return out
     if b.dim() == 2:
         _refuse_fprop_options(bias, transpose_b)
-        return _call("k_grouped_gemm", (a, b, end_rows, alpha, dtype), out, accumulate)
+        return _k_grouped_gemm((a, b, end_rows, alpha, dtype), out, accumulate)
     operands = (a, b, end_rows, bias, alpha, transpose_b, dtype)
-    return _call("m_grouped_gemm", operands, out, accumulate)
+    return _m_grouped_gemm(operands, out, accumulate)
 
 
-def _call(
-    name: str,
-    operands: tuple[object, ...],
-    out: Tensor | None = None,
-    accumulate: bool = False,
-    **options: Any,
+def _m_grouped_gemm(
+    operands: tuple[Any, ...], out: Tensor | None = None, accumulate: bool = False
 ) -> Tensor:
-    """Call an op by name, or its ``_out`` form if ``out`` is given."""
+    """Call ``m_grouped_gemm``, or its ``_out`` form if ``out`` is given."""
     if out is None:
-        return getattr(ops, name)(*operands, **options)
-    getattr(_ops, f"{name}_out")(*operands, **options, out=out, accumulate=accumulate)
+        return ops.m_grouped_gemm(*operands)
+    _ops.m_grouped_gemm_out(*operands, out=out, accumulate=accumulate)
+    return out
+
+
+def _k_grouped_gemm(
+    operands: tuple[Any, ...], out: Tensor | None = None, accumulate: bool = False
+) -> Tensor:
+    """Call ``k_grouped_gemm``, or its ``_out`` form if ``out`` is given."""
+    if out is None:
+        return ops.k_grouped_gemm(*operands)
+    _ops.k_grouped_gemm_out(*operands, out=out, accumulate=accumulate)
     return out
 
 
@@ -244,7 +250,7 @@ def _gemm_w4a16(
 ) -> Tensor:
     codes, scales, b_format = w4a16_operand(a, b, transpose_b)
     operands = (a, codes, offs, bias, alpha, transpose_b, dtype)
-    return _call("m_grouped_gemm", operands, b_scales=scales, b_format=b_format)
+    return ops.m_grouped_gemm(*operands, b_scales=scales, b_format=b_format)
 
 
 @handler(torch.ops.grouped.gemm_w4a16_out.default)
@@ -261,7 +267,8 @@ def _gemm_w4a16_out(
 ) -> None:
     codes, scales, b_format = w4a16_operand(a, b, transpose_b)
     operands = (a, codes, offs, bias, alpha, transpose_b, out.dtype)
-    _call("m_grouped_gemm", operands, out, accumulate, b_scales=scales, b_format=b_format)
+    options = {"b_scales": scales, "b_format": b_format}
+    _ops.m_grouped_gemm_out(*operands, **options, out=out, accumulate=accumulate)
 
 
 def _refuse_fprop_options(bias: Tensor | None, transpose_b: bool) -> None:
@@ -293,7 +300,7 @@ def _multiply_quantized(
         a_codes, a_scales = _operand(a, "a", "rowwise")
         operands = (a_codes, b_codes, a.offs, bias, alpha, transpose_b, dtype, a_scales, b_scales)
         options = (b.prepacked, accumulation)
-        return _call("m_grouped_gemm", (*operands, *formats, *options), out, accumulate)
+        return _m_grouped_gemm((*operands, *formats, *options), out, accumulate)
     _refuse_fprop_options(bias, transpose_b)
     if a.num_groups != b.num_groups or a.shape[0] != b.shape[0]:
         raise ValueError(
@@ -304,7 +311,7 @@ def _multiply_quantized(
     a_codes, a_scales = _operand(a, "a", "columnwise")
     b_codes, b_scales = _operand(b, "b", "columnwise")
     ragged_operands = (a_codes, b_codes, a.offs, alpha, dtype, a_scales, b_scales)
-    return _call("k_grouped_gemm", (*ragged_operands, *formats, accumulation), out, accumulate)
+    return _k_grouped_gemm((*ragged_operands, *formats, accumulation), out, accumulate)
 
 
 def _check_uniform(b: GroupedTensor, kinds: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -275,3 +275,13 @@ class Epilogue(NamedTuple):
     interleaved: bool
     keeps_z: bool
     quantize_to: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the ``_activate`` ops."""
+        return {
+            "epilogue": self.activation,
+            "interleaved": self.interleaved,
+            "keeps_z": self.keeps_z,
+            "quantize_to": self.quantize_to,
+        }

@@ -219,12 +219,12 @@ class QuantizedProduct(NamedTuple):
             "prepacked": self.call.prepacked,
         }
         operands = (x.codes, self.weight.codes, self.offs)
-        return _call_gemm("m_grouped_gemm", operands, options, self.epilogue)
+        return _m_grouped_gemm(operands, options, self.epilogue)
 
     def _quantize_and_multiply(self, x: Tensor | LazyRows) -> list[Tensor]:
         """Quantize and multiply in one op, which keeps no copy of the rows."""
         rows = x.for_quantizer(self.fmt) if isinstance(x, LazyRows) else LazyRows(x, self.offs)
-        options = {
+        options: dict[str, Any] = {
             "b_scales": self.weight.scales,
             "a_format": self.fmt.text,
             "b_format": self.call.weight_format,
@@ -238,18 +238,18 @@ class QuantizedProduct(NamedTuple):
             "inverse": rows.inverse,
         }
         operands = (rows.x, self.weight.codes, self.offs)
-        return _call_gemm("m_grouped_quantize_gemm", operands, options, self.epilogue)
+        if self.epilogue is None:
+            return [ops.m_grouped_quantize_gemm(*operands, **options)]
+        return ops.m_grouped_quantize_gemm_activate(*operands, **options | self.epilogue.options)
 
 
-def _call_gemm(
-    name: str, operands: tuple[Tensor, ...], options: dict[str, Any], epilogue: Epilogue | None
+def _m_grouped_gemm(
+    operands: tuple[Tensor, Tensor, Tensor], options: dict[str, Any], epilogue: Epilogue | None
 ) -> list[Tensor]:
-    """Call a GEMM op, or its ``_activate`` form if there is an epilogue; return its outputs."""
+    """Return the outputs of ``m_grouped_gemm``, or of its ``_activate`` form with an epilogue."""
     if epilogue is None:
-        return [getattr(ops, name)(*operands, **options)]
-    options["epilogue"], options["interleaved"], options["keeps_z"] = epilogue[:3]
-    options["quantize_to"] = epilogue.quantize_to
-    return getattr(ops, f"{name}_activate")(*operands, **options)
+        return [ops.m_grouped_gemm(*operands, **options)]
+    return ops.m_grouped_gemm_activate(*operands, **options | epilogue.options)
 
 
 def plain_product(
@@ -271,7 +271,7 @@ def plain_product(
         b, options["b_scales"], options["b_format"] = w4a16_operand(x, weight, transpose)
     if row_index is not None:
         options |= {"rows": row_index, "inverse": inverse}
-    return _call_gemm("m_grouped_gemm", (x, b, offs), options, epilogue)
+    return _m_grouped_gemm((x, b, offs), options, epilogue)
 
 
 def to_16_bit(x: Tensor) -> Tensor:

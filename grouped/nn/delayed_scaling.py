@@ -248,7 +248,8 @@ class _FlagReader:
         self._event: torch.cuda.Event | None = None
         self._flags = flags
         if flags.is_cuda:
-            self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            # The default device may be a GPU, whose memory cannot be pinned.
+            self._flags = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
             self._flags.copy_(flags, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

@@ -188,7 +188,7 @@ def _level_buffers(
         if global_scale is None:
             return [vectors["amax"]]
         # In fp64, so that the product of this amax and the factor is nearest to the scale.
-        factor = float(torch.tensor(level.factor, dtype=torch.float32))
+        factor = float(torch.tensor(level.factor, dtype=torch.float32, device="cpu"))
         return [(global_scale.double() / factor).float()]
     if global_scale is None:
         raise ValueError(f"global_scale is missing: a value of {fmt.text} is code * global_scale")

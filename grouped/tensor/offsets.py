@@ -57,6 +57,6 @@ def parse_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
 
 def host_integers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return integers of the host as a tensor on ``device``, without a synchronization."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(
-        device, non_blocking=True
-    )
+    # The default device may be a GPU, whose memory cannot be pinned.
+    on_host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)

@@ -4,22 +4,19 @@
 the most memory at any time above parameters, input and output gradient. It includes the gradients
 that the step leaves behind.
 
-On a CPU the step runs on fake tensors, and nothing is computed. torch's ``MemTracker`` adds up the
-live storages, without temporaries inside an op and without the rounding of an allocator.
+On a CPU the step runs on fake tensors, see ``cute_kernels.testing.memory``.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from cute_kernels.testing.memory import SavedTensor, fake_peak_bytes, record_saved_tensors
 from grouped import recipes
 from grouped.nn import GroupedMLP, MoE
 
@@ -43,38 +40,9 @@ class Sizes:
     top_k: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """A tensor that is saved for the backward pass, and the bytes of its storage."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
-
-
-@contextlib.contextmanager
-def saved_by(module: nn.Module) -> Iterator[list[Saved]]:
-    """Yield a list of the tensors that the block saves for backward passes, each storage once."""
-    # A weak reference prevents another storage from getting the same address.
-    known = {StorageWeakRef(p.untyped_storage()) for p in module.parameters()}
-    saved: list[Saved] = []
-
-    def pack(t: Tensor) -> Tensor:
-        """Note a saved tensor, unless its storage is known."""
-        storage = t.untyped_storage()
-        reference = StorageWeakRef(storage)
-        if reference not in known:
-            known.add(reference)
-            saved.append(Saved(tuple(t.shape), t.dtype, storage.nbytes()))
-        return t
-
-    with saved_tensors_hooks(pack, lambda t: t):
-        yield saved
-
-
 def measure(
     recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu", recompute: bool = False
-) -> tuple[list[Saved], int]:
+) -> tuple[list[SavedTensor], int]:
     """Run a training step and return its saved tensors and its peak memory in bytes.
 
     Args:
@@ -98,7 +66,7 @@ def measure(
         x, dy = (torch.randn(rows, sizes.hidden, dtype=torch.bfloat16) for _ in range(2))
         x.requires_grad_()
 
-        with saved_by(module) as saved:
+        with record_saved_tensors(module) as saved:
             module(x, *end_rows)
 
         def step() -> None:
@@ -107,7 +75,7 @@ def measure(
         leaves = [*module.parameters(), x]
         if device == "cuda":
             return saved, _peak_on_gpu(step, leaves)
-        return saved, _peak_of_fakes(step, [*leaves, dy, *end_rows])
+        return saved, fake_peak_bytes(step, [*leaves, dy, *end_rows])
 
 
 def bytes_of_step(
@@ -118,16 +86,6 @@ def bytes_of_step(
     weights = sum(t.nbytes for t in saved if len(t.shape) > 2)
     activations = sum(t.nbytes for t in saved) - weights
     return {"saved of activations": activations, "saved of weights": weights, "peak": peak}
-
-
-def _peak_of_fakes(step: Callable[[], None], before: list[Tensor]) -> int:
-    """Return the peak of fake tensors above those that exist before the step."""
-    tracker = MemTracker()
-    tracker.track_external(*before)
-    with tracker:
-        step()
-    totals = tracker.get_tracker_snapshot("peak").values()
-    return sum(int(total["Total"]) for total in totals) - sum(t.nbytes for t in before)
 
 
 def _peak_on_gpu(step: Callable[[], None], leaves: list[Tensor]) -> int:

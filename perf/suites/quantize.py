@@ -254,7 +254,7 @@ def _decoder(data: Input, text: str, columnwise: bool, meter: Meter) -> Contende
 
 def _reduction(data: Input, op: str, meter: Meter) -> Contender:
     """Return the reduction ``"amax"`` or ``"dbias"``."""
-    run = getattr(ops, f"grouped_{op}")
+    run = {"amax": ops.grouped_amax, "dbias": ops.grouped_dbias}[op]
 
     def prepare() -> Callable[[], Any]:
         require(f"grouped_{op}", None, meter.arch, dtype=data.x.dtype)

@@ -8,6 +8,7 @@ from torch import nn
 
 import cute_kernels
 import grouped
+from cute_kernels.testing.memory import record_saved_tensors
 from grouped import recipes
 from grouped.functional import expert_layer
 from grouped.nn import MoE
@@ -36,7 +37,6 @@ from .moe_support import (
     step,
     tokens,
 )
-from .saved_tensors import record_saved_tensors
 
 #: Recipes in which a token shares no scale with other tokens.
 PER_TOKEN_RECIPES = {

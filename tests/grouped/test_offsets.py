@@ -48,6 +48,14 @@ def test_every_form_of_offs_means_the_same(offs):
     assert_same_buffers(bytes_of(got), bytes_of(want))
 
 
+def test_offs_of_the_host_ignore_the_default_device():
+    x = sample(ROWS, 32)
+    want = grouped.quantize(x, FORMATS["1x16"], offs=offs_tensor(7, 7, 33))
+    with torch.device("meta"):
+        got = grouped.quantize(x, FORMATS["1x16"], offs=[7, 7, 33])
+    assert_same_buffers(bytes_of(got), bytes_of(want))
+
+
 @pytest.mark.parametrize(
     ("offs", "error", "message"),
     [

@@ -94,9 +94,9 @@ FAR = [
 
 @pytest.mark.parametrize("config", ZEROED, ids=str)
 def test_the_tail_can_be_zeroed(config, device):
-    check_zeroed_tails(
-        config, device if arch_of(config) == "sm_90a" else "cpu", (MODES[1], MODES[-1])
-    )
+    if device == "cuda" and arch_of(config) != "sm_90a":
+        pytest.skip("the GPU of these tests is a Hopper")
+    check_zeroed_tails(config, device, (MODES[1], MODES[-1]))
 
 
 @pytest.mark.parametrize(

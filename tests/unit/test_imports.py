@@ -144,6 +144,19 @@ def test_no_files_import_each_other():
     assert not circles({name: all_imports(parse(name)) & set(MODULES) for name in MODULES})
 
 
+def test_only_tests_of_perf_import_perf():
+    """The benchmarks are no part of the packages, whose tests must not depend on them."""
+    tests, importing = ROOT / "tests", []
+    for path in sorted(tests.rglob("*.py")):
+        if tests / "perf" in path.parents:
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        absolute = [n for n in nodes if not getattr(n, "level", 0)]
+        if any(name.split(".")[0] == "perf" for name in imported_names(absolute)):
+            importing.append(str(path.relative_to(tests)))
+    assert not importing
+
+
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_the_packages_do_not_load_the_dsl_and_work_without_it(is_blocked):
     code = f"""

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import grouped
 from grouped import recipes
@@ -78,7 +79,19 @@ def local_rows():
 
 
 def full(t):
-    return t.full_tensor() if isinstance(t, DTensor) else t
+    """Return the whole of a DTensor; a plain tensor as it is."""
+    if not isinstance(t, DTensor):
+        return t
+    placement = t.placements[0]
+    if len(t.placements) > 1 or not isinstance(placement, _StridedShard):
+        return t.full_tensor()
+    # ``full_tensor`` of torch 2.11 refuses a strided shard on a mesh of one dimension.
+    parts = [
+        part.chunk(placement.split_factor, placement.dim) for part in gather(t.to_local().detach())
+    ]
+    return torch.cat(
+        [piece for pieces in zip(*parts, strict=True) for piece in pieces], placement.dim
+    )
 
 
 def gather(t):

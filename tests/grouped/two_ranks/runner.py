@@ -57,11 +57,12 @@ def launch(subjects, folder):
     """Run the checks of ``subjects`` in two processes; their results are written to ``folder``."""
     root = Path(__file__).parents[3]
     command = [sys.executable, "-m", __package__]
+    python_path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     processes = [
         subprocess.Popen(
             [*command, str(rank), str(folder), ",".join(subjects)],
             cwd=root,
-            env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
