@@ -24,6 +24,7 @@ COUNTS = {"warp instructions": 1000, "bytes read by TMA": 65536, "MMA operations
 
 
 def _all_records():
+    """Yield the records of all suites."""
     for (contender, fmt), (base, growth) in _SPEEDS.items():
         for tokens in TOKENS:
             case = {**_CASE, "product": "fprop", "rows": 4 * tokens}
