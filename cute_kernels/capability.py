@@ -375,7 +375,7 @@ def require(op: str, fmt: Format | None, arch: str, **options: Any) -> None:
 
 
 def markdown_table() -> str:
-    """Return the support table of the README in Markdown.
+    """Return the support table of docs/support.md in Markdown.
 
     Formats of an op that run on the same architectures share a row.
     """

@@ -11,7 +11,7 @@ COMMANDS = {
     "run": "measure suites, and keep records",
     "compare": "two sets of records: what got slower?",
     "explain": "time and memory of a layer of experts, predicted for each recipe",
-    "readme": "the measured tables of the README, from the records",
+    "docs": "the measured tables of docs/performance.md, from the records",
     "dashboard": "all records as one page, or a site",
     "freeze": "hashes of all kernels and chosen tiles, to show that a change moves neither",
     "sanitize": "kernels under compute-sanitizer on a GPU",

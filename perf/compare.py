@@ -1,6 +1,6 @@
 """``perf compare``: find what got slower from one set of records to another.
 
-docs/perf.md states the rule.
+docs/develop/measuring.md states the rule.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The measured tables of the README, as data."""
+"""The measured tables of docs/performance.md, as data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -64,7 +64,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the README between the markers of its name.
+    """A table of the page between the markers of its name.
 
     Attributes:
         name: Name in the markers.

@@ -1,21 +1,20 @@
-"""The README's support table, test command and list of folders."""
+"""The test command of the README, and the table of docs/support.md."""
 
 import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from cute_kernels import capability
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+SUPPORT = (ROOT / "docs" / "support.md").read_text()
 
 
 def test_support_table_is_the_capability_table():
-    start = README.index("markdown_table() -->\n") + len("markdown_table() -->\n")
-    end = README.index("\n<!-- end of support table -->")
-    assert README[start:end] == capability.markdown_table()
+    start = SUPPORT.index("markdown_table() -->\n") + len("markdown_table() -->\n")
+    end = SUPPORT.index("\n<!-- end of support table -->")
+    assert SUPPORT[start:end] == capability.markdown_table()
 
 
 def test_ci_runs_the_second_command():
@@ -27,8 +26,3 @@ def test_ci_runs_the_second_command():
         ["grep", "-m1", pattern, "README.md"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert line.stdout.strip() == commands[1]
-
-
-@pytest.mark.parametrize("folder", ["cute_kernels", "grouped", "tests", "perf"])
-def test_folders_are_named(folder):
-    assert f"| `{folder}/` |" in README

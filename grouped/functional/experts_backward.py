@@ -1,7 +1,8 @@
 """Backward pass of the experts.
 
 Saved for it are x, p, z and the routing. Neither the gathered rows nor a nor h are: rows and a are
-computed again, and nothing reads h, by the formulas of docs/moe.md, section "Memory and gradients".
+computed again, and nothing reads h, by the formulas of docs/guide/moe.md, section "Memory and
+gradients".
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class MoE(nn.Module):
     there is one. Everything runs on the device without a synchronization, forward and backward. All
     shapes depend on the number of tokens alone.
 
-    ``docs/moe.md`` says what determines the bits of a token's output. In BF16, NVFP4RowScaled,
-    MXFP8 and FP8Block they depend on no other token. It also lists the tensors that are saved for
+    ``docs/guide/moe.md`` says what determines the bits of a token's output. In BF16,
+    NVFP4RowScaled, MXFP8 and FP8Block they depend on no other token. It also lists the tensors that are saved for
     the backward pass.
 
     Args:

@@ -1,7 +1,7 @@
 """Parallel styles for experts: ``ExpertParallel`` and ``ExpertTensorParallel``.
 
 Both are styles for ``torch.distributed.tensor.parallel.parallelize_module``.
-``docs/distributed.md`` is the guide.
+``docs/guide/distributed.md`` is the guide.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class ExpertParallel(_ExpertStyle):
     ``grouped.parallel.clip_grad_norm_``.
 
     Outputs and gradients have the bits of one process with all tokens, rank after rank
-    (``docs/moe.md``), for any R. There are two exceptions. The fp32 sums of the gradients of the
-    second layer's bias, the router and the shared expert have another order. A shared expert under
+    (``docs/guide/moe.md``), for any R. There are two exceptions. The fp32 sums of the gradients of
+    the second layer's bias, the router and the shared expert have another order. A shared expert under
     recipes with one scale for all tokens (NVFP4, FP8Current, and the gradients of NVFP4RowScaled)
     quantizes the tokens of each rank by their own amax. With a ``wire``, the bits are those of a
     process whose experts read ``dequantize(quantize(x, wire))``.

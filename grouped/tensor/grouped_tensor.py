@@ -55,8 +55,8 @@ class GroupedTensor(GroupedTensorBase):
     Groups of a uniform tensor are cut and joined as rows of any tensor: ``x[1:3]``, ``narrow``,
     ``split`` and ``chunk`` share its storage, ``torch.cat`` copies. So DDP, FSDP2, DTensor along
     the groups, distributed checkpoints and collectives that move data handle it, by its bytes; see
-    ``docs/distributed.md``. ``zeros_like`` and similar functions return plain tensors, as gradients
-    and optimizer states are; but ``empty_like`` and ``new_zeros`` of whole groups of a uniform
+    ``docs/guide/distributed.md``. ``zeros_like`` and similar functions return plain tensors, as
+    gradients and optimizer states are; but ``empty_like`` and ``new_zeros`` of whole groups of a uniform
     tensor return GroupedTensors.
 
     Attributes:

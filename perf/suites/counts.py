@@ -27,7 +27,7 @@ from .quantize import Quantization, Tasks
 NUM_SMS = 8
 _ARCHES = ("sm_90a", "sm_100a")
 
-#: Rows, columns and groups of quantizers, in CI and for the README.
+#: Rows, columns and groups of quantizers, in CI and for docs/performance.md.
 _INPUT, _FULL_INPUT = (256, 4096, 2), (2048, 4096, 4)
 _NVFP4, _ROW_SCALED = "nvfp4", "nvfp4:row_scaled"
 #: Formats by quantization.

@@ -1,8 +1,8 @@
-"""``perf readme``: write the measured tables of the README from the committed records.
+"""``perf docs``: write the measured tables of docs/performance.md from the committed records.
 
 Each table lies between ``<!-- perf table: NAME -->`` and ``<!-- end of perf table -->``. A cell
 shows the newest record that matches, or the median of three or more runs of one commit, with half
-of the spread. A line below the table names the runs. ``--check`` fails if the README differs.
+of the spread. A line below the table names the runs. ``--check`` fails if the page differs.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from .records import FAILURE, RESULTS, Record, load, pool_runs
 from .tables import TABLES, Cell, Column, Row, Table, matches
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 _BLOCK = re.compile(
     r"(?P<start><!-- perf table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)"
     r"(?P<end><!-- end of perf table -->)",
@@ -155,7 +155,7 @@ def render(table: Table, records: Sequence[Record]) -> str:
 
 
 def replace_tables(text: str, records: Sequence[Record]) -> str:
-    """Return the README with its tables written anew.
+    """Return the page with its tables written anew.
 
     Raises:
         ValueError: Its tables are not those of ``TABLES``.
@@ -163,7 +163,7 @@ def replace_tables(text: str, records: Sequence[Record]) -> str:
     names = [block["name"] for block in _BLOCK.finditer(text)]
     if sorted(names) != sorted(TABLES):
         lacking = sorted(TABLES.keys() - set(names)) or "none"
-        raise ValueError(f"the README has the tables {names}; it lacks {lacking}")
+        raise ValueError(f"the page has the tables {names}; it lacks {lacking}")
 
     def rewritten(block: re.Match[str]) -> str:
         return block["start"] + render(TABLES[block["name"]], records) + block["end"]
@@ -172,18 +172,18 @@ def replace_tables(text: str, records: Sequence[Record]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``perf readme``."""
+    """Add the arguments of ``perf docs``."""
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--check", action="store_true", help="1 if the README differs")
+    action.add_argument("--check", action="store_true", help="1 if the page differs")
     action.add_argument("--write", action="store_true", help="write the tables")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Write or check the tables; return 1 if ``--check`` finds a difference."""
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     wanted = replace_tables(text, load(RESULTS))
     if arguments.write:
-        README.write_text(wanted, encoding="utf-8")
+        PAGE.write_text(wanted, encoding="utf-8")
         return 0
     if text == wanted:
         return 0
@@ -192,6 +192,6 @@ def main(arguments: argparse.Namespace) -> int:
         for old, new in zip(_BLOCK.finditer(text), _BLOCK.finditer(wanted), strict=True)
         if old["body"] != new["body"]
     ]
-    print(f"the README's tables {', '.join(changed)} are not those of perf/results")
-    print("python -m perf readme --write")
+    print(f"the tables {', '.join(changed)} are not those of perf/results")
+    print("python -m perf docs --write")
     return 1
