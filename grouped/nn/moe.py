@@ -49,8 +49,8 @@ class MoE(nn.Module):
     shapes depend on the number of tokens alone.
 
     ``docs/guide/moe.md`` says what determines the bits of a token's output. In BF16,
-    NVFP4RowScaled, MXFP8 and FP8Block they depend on no other token. It also lists the tensors that are saved for
-    the backward pass.
+    NVFP4RowScaled, MXFP8 and FP8Block they depend on no other token. It also lists the tensors that
+    are saved for the backward pass.
 
     Args:
         hidden_size: H. Width of the tokens, a multiple of ``recipe.multiple``.

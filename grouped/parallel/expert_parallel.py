@@ -115,10 +115,10 @@ class ExpertParallel(_ExpertStyle):
 
     Outputs and gradients have the bits of one process with all tokens, rank after rank
     (``docs/guide/moe.md``), for any R. There are two exceptions. The fp32 sums of the gradients of
-    the second layer's bias, the router and the shared expert have another order. A shared expert under
-    recipes with one scale for all tokens (NVFP4, FP8Current, and the gradients of NVFP4RowScaled)
-    quantizes the tokens of each rank by their own amax. With a ``wire``, the bits are those of a
-    process whose experts read ``dequantize(quantize(x, wire))``.
+    the second layer's bias, the router and the shared expert have another order. A shared expert
+    under recipes with one scale for all tokens (NVFP4, FP8Current, and the gradients of
+    NVFP4RowScaled) quantizes the tokens of each rank by their own amax. With a ``wire``, the bits
+    are those of a process whose experts read ``dequantize(quantize(x, wire))``.
 
     Args:
         mesh: a mesh of one dimension; None takes that of ``parallelize_module``.

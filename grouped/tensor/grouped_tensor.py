@@ -56,8 +56,8 @@ class GroupedTensor(GroupedTensorBase):
     ``split`` and ``chunk`` share its storage, ``torch.cat`` copies. So DDP, FSDP2, DTensor along
     the groups, distributed checkpoints and collectives that move data handle it, by its bytes; see
     ``docs/guide/distributed.md``. ``zeros_like`` and similar functions return plain tensors, as
-    gradients and optimizer states are; but ``empty_like`` and ``new_zeros`` of whole groups of a uniform
-    tensor return GroupedTensors.
+    gradients and optimizer states are; but ``empty_like`` and ``new_zeros`` of whole groups of a
+    uniform tensor return GroupedTensors.
 
     Attributes:
         format: Format record. It has everything that a reader of the bytes needs.
