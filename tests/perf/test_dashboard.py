@@ -16,10 +16,9 @@ from perf.dashboard.badge import badge, speedups
 from perf.dashboard.entries import commits_of, history_of, payload, roofs_of
 from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import _plotly, page
-from perf.records import RESULTS, latest, read, write
+from perf.records import latest, read, write
 
 from .dashboard_records import CURRENT, OLD, RECORDS, all_committed, save_numerics
-
 
 
 def test_the_page_is_whole_and_depends_on_the_records_alone():
