@@ -1,7 +1,7 @@
 """``AdamW`` for quantized parameters: it updates an fp32 master of each weight.
 
-  weight = nn.Parameter(grouped.quantize(w, grouped.NVFP4(), columnwise=True))
-  optimizer = grouped.optim.AdamW([weight], masters={weight: w})
+    weight = nn.Parameter(grouped.quantize(w, grouped.NVFP4(), columnwise=True))
+    optimizer = grouped.optim.AdamW([weight], masters={weight: w})
 
 A step is torch's fused AdamW on the master, and one quantization of the master into the parameter's
 storage. The parameter has the bits of ``grouped.quantize(master)`` after

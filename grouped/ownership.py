@@ -2,11 +2,11 @@
 
 If a weight is replaced without its owner, the new weight is lost: FSDP2 puts its own tensor back at
 the next call, an optimizer continues with the old one. Functions that replace weights ask
-``Ownership`` before they change anything, and ``retire`` the old parameters afterwards::
+``Ownership`` before they change anything, and ``retire`` the old parameters afterwards:
 
-  Ownership(model).check_replaceable([(layer, "weight")], "prepare()")
-  old, layer.weight = layer.weight, nn.Parameter(new)
-  retire([old], "prepare()")
+    Ownership(model).check_replaceable([(layer, "weight")], "prepare()")
+    old, layer.weight = layer.weight, nn.Parameter(new)
+    retire([old], "prepare()")
 
 Owners are recognized by attributes and by modules that are imported already, so nothing here
 imports ``torch.distributed``, peft or accelerate. Two owners cannot be recognized here and raise

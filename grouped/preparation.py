@@ -93,15 +93,15 @@ def prepare(
     layout. A second call changes nothing. Errors are raised before the first layer is changed, or
     leave complete layers.
 
-    Train quantized weights without a copy in bf16::
+    Train quantized weights without a copy in bf16:
 
-      masters = {}
-      grouped.prepare(moe, grouped.FP8Block(block=(128, 128)), trainable=True, masters=masters)
-      optimizer = grouped.optim.AdamW(moe.parameters(), masters=masters)
+        masters = {}
+        grouped.prepare(moe, grouped.FP8Block(block=(128, 128)), trainable=True, masters=masters)
+        optimizer = grouped.optim.AdamW(moe.parameters(), masters=masters)
 
-    Train adapters of other layers while the experts are frozen (QLoRA)::
+    Train adapters of other layers while the experts are frozen (QLoRA):
 
-      grouped.prepare(model, grouped.NVFP4(), columnwise=True)
+        grouped.prepare(model, grouped.NVFP4(), columnwise=True)
 
     Args:
         model: A model, or experts alone, on the device where it will run. Call this function

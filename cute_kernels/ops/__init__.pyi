@@ -32,12 +32,12 @@ def adamw_quantize(
     leaves master and moments unchanged. Let fl() be one rounding to fp32 and fma() one rounding of
     a product and a sum, as nvcc compiles the fused kernel of PyTorch 2.13:
 
-      g = fl(grad / scale)
-      p = fma(-fl(lr * weight_decay), p, p), unless weight_decay is 0
-      m = fma(beta1, m, fma(-beta1, g, g))
-      v = fma(beta2, v, fma(-beta2, fl(g * g), fl(g * g)))
-      p = fl(p - fl(fl(fl(lr / fl(1 - power1)) * m)
-                    / fl(fl(fl(sqrt(v)) / fl(sqrt(fl(1 - power2)))) + eps)))
+        g = fl(grad / scale)
+        p = fma(-fl(lr * weight_decay), p, p), unless weight_decay is 0
+        m = fma(beta1, m, fma(-beta1, g, g))
+        v = fma(beta2, v, fma(-beta2, fl(g * g), fl(g * g)))
+        p = fl(p - fl(fl(fl(lr / fl(1 - power1)) * m)
+                      / fl(fl(fl(sqrt(v)) / fl(sqrt(fl(1 - power2)))) + eps)))
 
     This takes one kernel; two if groups have amaxes, the first of which computes the amaxes of
     the new p.
@@ -125,12 +125,12 @@ def delayed_scaling_update(
     A slot is a column of the history: one group of one tensor. For each slot, with fl() one
     rounding to fp32 (TransformerEngine's fused update):
 
-      last = amax if it is given and not 0, else history[0]
-      if last != 0:
-        history = (history[1], ..., history[L-1], last)
-        A = max(history) ignoring NaN, or last for "most_recent"
-        if A is finite and A > 0: scale = min(fl(fl(FP8_MAX * 2^-margin) / A), FMAX)
-        history[0] = 0
+        last = amax if it is given and not 0, else history[0]
+        if last != 0:
+          history = (history[1], ..., history[L-1], last)
+          A = max(history) ignoring NaN, or last for "most_recent"
+          if A is finite and A > 0: scale = min(fl(fl(FP8_MAX * 2^-margin) / A), FMAX)
+          history[0] = 0
 
     So the largest of the last L amaxes counts. If ``last`` is 0, the slot was not used in this
     step, and nothing changes. An infinite A keeps the scale until the infinity has left the

@@ -44,9 +44,9 @@ class detect_nonfinite:
     until ``report`` reads the flags. Every operand is read once more: use it to search, not to
     train.
 
-      with grouped.inspect.detect_nonfinite(model) as detector:
-        model(x, offs).sum().backward()
-      detector.report()  # {"experts.down": ("input", "output")}
+        with grouped.inspect.detect_nonfinite(model) as detector:
+          model(x, offs).sum().backward()
+        detector.report()  # {"experts.down": ("input", "output")}
 
     Args:
         model: Module that holds the layers to watch, and names them. None for all layers that run

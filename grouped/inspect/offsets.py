@@ -32,8 +32,8 @@ class check_offsets:
     launches a few small kernels that record the first broken rule on the device. The end of the
     block reads the record and raises, and so does ``check()``.
 
-      with grouped.inspect.check_offsets():
-        y = layer(x, offs)
+        with grouped.inspect.check_offsets():
+          y = layer(x, offs)
 
     The rules are those of ``grouped.quantize``: end rows are not negative, do not decrease, and the
     last one is within the rows of the tensor. If the last one is smaller, the rows behind it are

@@ -1,6 +1,6 @@
 """Experts of torchtitan (0.3) in the recipes of ``grouped``.
 
-  converters = [GroupedExpertsConverter.Config(recipe="FP8Block", skip=("layers.0.",))]
+    converters = [GroupedExpertsConverter.Config(recipe="FP8Block", skip=("layers.0.",))]
 
 Groups need no padding, so the token dispatcher stays as it is.
 """
@@ -103,7 +103,7 @@ def grouped_experts(config: Any, recipe: str | Recipe = "BF16", after: str | Non
 
     This is an override of torchtitan. Its command line option is:
 
-      --override.imports 'grouped.integrations.torchtitan.grouped_experts={"recipe": "FP8Block"}'
+        --override.imports 'grouped.integrations.torchtitan.grouped_experts={"recipe": "FP8Block"}'
 
     Args:
         config: The configuration of experts.

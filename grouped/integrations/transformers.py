@@ -1,11 +1,11 @@
 """Experts of Hugging Face transformers (5.x) on grouped kernels.
 
-  from grouped.integrations.transformers import prepare, register
+    from grouped.integrations.transformers import prepare, register
 
-  register()
-  model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="grouped_bf16")
-  model.set_experts_implementation("grouped_fp8_block")  # trains in this recipe
-  prepare(model.eval())  # for serving: quantizes the weights once
+    register()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="grouped_bf16")
+    model.set_experts_implementation("grouped_fp8_block")  # trains in this recipe
+    prepare(model.eval())  # for serving: quantizes the weights once
 
 This works with every model that uses transformers' experts interface. Weights may be transposed,
 layers may have biases, other gates (interleaved, clamped) or no gate, and ids may contain the

@@ -88,7 +88,7 @@ class MoE(nn.Module):
         experts: A ``GroupedMLP`` with ``gate_up.weight`` (E, 2 I, H) and ``down.weight`` (E, H, I).
         shared: A ``GroupedMLP`` of one group, or None.
 
-    Arguments of some models::
+    Arguments of some models:
 
         Mixtral      (the defaults)
         Qwen3-MoE    renormalize=norm_topk_prob

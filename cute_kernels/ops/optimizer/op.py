@@ -30,12 +30,12 @@ class AdamWQuantize(FormatOp):
     leaves master and moments unchanged. Let fl() be one rounding to fp32 and fma() one rounding of
     a product and a sum, as nvcc compiles the fused kernel of PyTorch 2.13:
 
-      g = fl(grad / scale)
-      p = fma(-fl(lr * weight_decay), p, p), unless weight_decay is 0
-      m = fma(beta1, m, fma(-beta1, g, g))
-      v = fma(beta2, v, fma(-beta2, fl(g * g), fl(g * g)))
-      p = fl(p - fl(fl(fl(lr / fl(1 - power1)) * m)
-                    / fl(fl(fl(sqrt(v)) / fl(sqrt(fl(1 - power2)))) + eps)))
+        g = fl(grad / scale)
+        p = fma(-fl(lr * weight_decay), p, p), unless weight_decay is 0
+        m = fma(beta1, m, fma(-beta1, g, g))
+        v = fma(beta2, v, fma(-beta2, fl(g * g), fl(g * g)))
+        p = fl(p - fl(fl(fl(lr / fl(1 - power1)) * m)
+                      / fl(fl(fl(sqrt(v)) / fl(sqrt(fl(1 - power2)))) + eps)))
 
     This takes one kernel; two if groups have amaxes, the first of which computes the amaxes of
     the new p.
