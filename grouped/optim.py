@@ -266,10 +266,10 @@ class AdamW(Optimizer):
         """Load a state dict of this class or of ``torch.optim.AdamW``.
 
         Masters and moments stay in fp32. A parameter whose state has no master keeps its present
-        one. The module loads the parameters themselves.
+        master. The parameters are loaded by the module, not here.
 
         Raises:
-            ValueError: A state has another shape than its parameter.
+            ValueError: The shape of a state differs from that of its parameter.
         """
         masters = {p: state["master"] for p, state in self.state.items() if "master" in state}
         pairs = [
@@ -277,7 +277,7 @@ class AdamW(Optimizer):
             for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False)
             for p, key in zip(group["params"], saved["params"], strict=False)
         ]
-        # Checked before anything is changed; PyTorch compares the numbers of parameters only.
+        # Check shapes before anything changes. PyTorch compares only the numbers of parameters.
         for p, loaded in pairs:
             for name in _STATE_KEYS & loaded.keys():
                 shape = () if name == "step" else local_part(p).shape

@@ -319,7 +319,7 @@ class _Plan:
         quantized = quantize(weight.linear.contiguous(), fmt, columnwise=self._columnwise)
         new = nn.Parameter(quantized, requires_grad=self._trainable)
         for name, value in vars(old).items():
-            setattr(new, name, value)  # Attributes with which frameworks mark parameters.
+            setattr(new, name, value)  # Frameworks mark parameters with attributes.
         if self._ownership.is_shared(old):
             self._shared[id(old)] = (old, new)
         return new

@@ -42,7 +42,7 @@ class _CurveValue(NamedTuple):
     Attributes:
         value: f(x).
         slope: A function that emits the instructions of f'(x); only gradients call it.
-        factor: The number that x, or min(x, limit), is multiplied with to give f(x); None for
+        factor: The number that x, or min(x, limit), is multiplied with to give f(x). None for
             curves without such a factor.
     """
 

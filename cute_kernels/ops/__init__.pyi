@@ -591,7 +591,7 @@ def moe_combine(
     Args:
         h: (R, H) bf16, fp16 or fp32.
         row: (T, k) int32, without repetitions; invalid rows are skipped.
-        weight: (T, k) fp32; None for ones.
+        weight: (T, k) fp32. None for ones.
         out_dtype: Dtype of ``y``; by default the dtype of ``h``.
 
     Returns:
@@ -695,7 +695,7 @@ def moe_route(
         factor: Factor of the weights, applied last.
 
     Returns:
-        weights (T, k) fp32; ids (T, k) int64, the best first, -1 for tokens from ``end`` on; and
+        Weights (T, k) fp32; ids (T, k) int64, the best first, -1 for tokens from ``end`` on; and
         scores (T, E) fp32. Differentiable in the logits, given gradients of weights and scores.
 
     Defined by:

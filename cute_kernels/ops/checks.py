@@ -202,7 +202,7 @@ def check_input(
     """
     if shapes is not None:
         if offs is not None:
-            raise ValueError("offs and shapes are both given: groups are cut by one of them")
+            raise ValueError("offs and shapes are both given: pass only one of them")
         check_tensor(f"{name} with shapes", x, dtypes=INPUT_DTYPES, ndim=(1,))
         return
     check_tensor(name, x, dtypes=INPUT_DTYPES, ndim=(3,) if offs is None else (2,))

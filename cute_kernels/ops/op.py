@@ -113,7 +113,7 @@ class Op(abc.ABC):
         """Compute into ``outputs`` with the reference backend.
 
         Args:
-            outputs: buffers of zeros, or the caller's tensors.
+            outputs: Buffers of zeros, or the caller's tensors.
             **options: ``tensor_core`` of the backend, and ``accumulate``.
         """
 
@@ -138,8 +138,8 @@ class Op(abc.ABC):
         """Check the arguments and choose kernels, equally for all calls with this metadata.
 
         Args:
-            backend: where the call runs.
-            wrap_launcher: applied to the launcher, for instance to record launches.
+            backend: Where the call runs.
+            wrap_launcher: Applied to the launcher, for instance to record launches.
         """
         self.check()
         self.require(backend)

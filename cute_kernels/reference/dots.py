@@ -293,7 +293,7 @@ def _hopper(activations: Tensor, decoded: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor_core_gemm("sm_90a", a_operand.to(dtype), b_operand.to(dtype)) / scale
 
 
-#: By tensor core and element of the block scales; None without them.
+#: By tensor core and element of the block scales, or None without them.
 _DOTS: dict[
     tuple[str | None, ElementType | None], Callable[[Rows, Rows, AccumulationModel], Tensor]
 ] = {

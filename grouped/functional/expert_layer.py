@@ -121,7 +121,7 @@ class Layer(NamedTuple):
         next_layer: Layer,
         keeps_z: bool,
     ) -> Epilogue | None:
-        """Return the epilogue that activates the product of ``rows``; None for a separate pass.
+        """Return the epilogue that activates the product of ``rows``, or None for a separate pass.
 
         The epilogue also quantizes the result if ``next_layer`` alone reads it.
         """
@@ -199,7 +199,7 @@ class Layer(NamedTuple):
         dbias: Tensor | None,
         needs: Sequence[bool],
     ) -> tuple[Sequence[Tensor | None], Tensor | None]:
-        """Compute or accumulate the gradients of the parameters; return what autograd gets.
+        """Compute or accumulate the gradients of the parameters and return what autograd gets.
 
         Args:
             call: Metadata of the call.
@@ -214,7 +214,7 @@ class Layer(NamedTuple):
         return call.split(call.weight_gradient(wgrad), needs), dbias
 
     def replay_key(self) -> ReplayKey | None:
-        """Return everything that the forward pass depends on; None if it cannot be replayed.
+        """Return everything that the forward pass depends on, or None if it cannot be replayed.
 
         Each field is covered here or is a key of ``REPLAY_KEY_EXCLUDES``.
         """

@@ -90,7 +90,7 @@ class Scaling(NamedTuple):
         scales: (G,) fp32 for each of input, weight and grad_output. A scale of 0 means that the
             group has none yet: it uses the scale of its current amax.
         amaxes: (G,) fp32 for each role, the largest amax of the step so far. Written when the
-            gradients of the call are computed; None if the call does not count.
+            gradients of the call are computed. None if the call does not count.
         may_be_zero: For each role, False if no scale is 0: then no amax is computed first.
     """
 
@@ -246,7 +246,7 @@ class WgradOperands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Results of a backward pass; None if no gradient needs them.
+    """Results of a backward pass, or None if no gradient needs them.
 
     Attributes:
         dx: (T, K). Gradient of the input.

@@ -238,11 +238,9 @@ def _check_grouping(
     """Raise ValueError for options that the grouping of ``x`` does not allow."""
     if offs is None and shapes is None and x.dim() in (1, 2):
         name, kind = ("shapes", "(capacity,)") if x.dim() == 1 else ("offs", "(T, K)")
-        raise ValueError(
-            f"{name} is missing: x {kind} is cut into groups by {name}; uniform x is 3D"
-        )
+        raise ValueError(f"{name} is missing: x of shape {kind} needs {name}; uniform x is 3D")
     if offs is not None and shapes is not None:
-        raise ValueError("offs and shapes are both given: groups are cut by one of them")
+        raise ValueError("offs and shapes are both given: pass only one of them")
     if dbias and shapes is not None:
         raise ValueError(
             "dbias has no meaning with shapes: the last dimension varies, and with it how many "

@@ -131,7 +131,7 @@ class QuantizationInspector:
         self._steps = []
 
     def _probe(self, layer: str) -> Probe | None:
-        """Return the probe of a call of a layer; None in a step that is not inspected."""
+        """Return the probe of a call of a layer, or None in a step that is not inspected."""
         if self._number % self._every:
             return None
         if not self._steps or self._steps[-1].number != self._number:
@@ -200,7 +200,7 @@ class QuantizationInspector:
         """Summarize one step over the experts of each layer.
 
         Args:
-            step: Number of the step; None for the last one that was inspected.
+            step: Number of the step. None for the last one that was inspected.
 
         Returns:
             Dicts as in ``records``, with numbers instead of lists; ``snr_db`` is the ratio of all

@@ -33,7 +33,7 @@ class Mixture:
         weights: (T, k) fp32. The routing weights.
         routing: Routing of the T tokens.
         options: Options of the experts.
-        compute_shared: Computes the rows of the shared expert, (T, H); None if there is no shared
+        compute_shared: Computes the rows of the shared expert, (T, H). None if there is no shared
             expert. It is called once, when the rows are needed or when the device has time.
     """
 

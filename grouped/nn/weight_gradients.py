@@ -333,7 +333,7 @@ def _main_grad(name: str, parameter: Tensor) -> Tensor:
 
 
 def _mark_as_added(parameter: Any) -> Tensor:
-    """Tell hooks that the gradient is in ``main_grad``; return zeros for ``.grad``.
+    """Tell hooks that the gradient is in ``main_grad`` and return zeros for ``.grad``.
 
     Code that adds ``.grad`` to ``main_grad`` anyway then adds nothing.
     """

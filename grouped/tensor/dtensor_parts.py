@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def local_part(t: Any) -> Any:
-    """Return this rank's part of a DTensor, outside of autograd; return other tensors unchanged."""
+    """Return this rank's part of a DTensor, without autograd, or any other tensor unchanged."""
     return getattr(t, "_local_tensor", t)
 
 

@@ -30,7 +30,7 @@ def adds_update(name: str) -> bool:
 
 
 def snapshot(x: GroupedTensor) -> tuple[Tensor, ...] | None:
-    """Copy the bytes of ``x``; return None on a GPU and while tracing.
+    """Return a copy of the bytes of ``x``, or None on a GPU and while tracing.
 
     On a GPU a comparison would wait for the device in each step. A flag on the device would cost a
     copy of the codes, and nothing would read it. While tracing there are no bytes.

@@ -124,7 +124,7 @@ def _check_groups(
     """Raise ValueError unless the groups match the shape."""
     if shapes is not None:
         if offs is not None:
-            raise ValueError("offs and shapes are both given: groups are cut by one of them")
+            raise ValueError("offs and shapes are both given: pass only one of them")
         if len(shape) != 1:
             raise ValueError(f"shape must be (capacity,) with shapes, got {tuple(shape)}")
         check_shapes(shapes, shape[0], fmt.k_multiple, fmt.text)

@@ -65,7 +65,7 @@ class Peer:
         self.path = paths.get(self.name)
 
     def missing(self, meter: Meter) -> str:
-        """Return why the peer does not run on a meter's device; empty if it does."""
+        """Return why the peer does not run on a meter's device, or '' if it does."""
         if meter.kind not in self.kinds:
             return f"it does not run on a {meter.kind}"
         if meter.kind == "emulator":
@@ -80,7 +80,7 @@ class Peer:
         return ""
 
     def _missing_checkout(self, meter: Meter) -> str:
-        """Return why the peer does not run on the emulator; empty if it does."""
+        """Return why the peer does not run on the emulator, or '' if it does."""
         if meter.arch != "sm_100a":
             return "its CuTe DSL kernels are for sm_100a"
         if self.path is None:

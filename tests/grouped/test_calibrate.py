@@ -50,7 +50,7 @@ def build_model(kind):
 
 @torch.no_grad()
 def expected(model, sequences):
-    """Record the amaxes (layers, 2, experts) with hooks; 0 for an expert without a token."""
+    """Record the amaxes (layers, 2, experts) with hooks, or 0 for an expert without a token."""
     amaxes = torch.zeros(2, 2, EXPERTS)
 
     def record(layer):

@@ -200,7 +200,7 @@ class AmaxKernels:
 
     @cute.jit
     def absmax_loaded(self, source: Int64, num_bytes: Int32) -> Uint32:
-        """Return the packed absmax of input elements, a multiple of 32 bytes."""
+        """Return the packed absmax of input elements. Their size is a multiple of 32 bytes."""
         packed = Uint32(0)
         offset = cute.arch.lane_idx() * _LOAD_BYTES
         while offset + (_UNROLL - 1) * WARP_SIZE * _LOAD_BYTES < num_bytes:
@@ -246,7 +246,7 @@ class AmaxKernels:
         absmax: Float32,
         scale_inv: cute.Tensor | None = None,
     ) -> None:
-        """Raise the amax of a group to the largest of a warp's fp32 ``absmax``.
+        """Raise the amax of a group to the warp's largest fp32 ``absmax``.
 
         If that is infinite, ``scale_inv`` of the group becomes NaN.
         """

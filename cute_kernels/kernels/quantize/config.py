@@ -484,10 +484,11 @@ class DequantizeConfig(CopyConfig):
     columnwise: bool = False
 
     #: The compiled function takes (codes, scales, global_scale, offs, out, fresh, num_sms).
-    #: ``codes``, ``scales``: as the quantizers write them; ``scales`` is None if blocks have none.
-    #: ``global_scale``: (T,) or (G,) fp32: the amax, or scale_inv if the format stores one; None
-    #: without a global scale. ``offs``: (G,) int32, None if uniform. ``out``: (T, K) or (G, N, K),
-    #: contiguous. ``fresh``: not 0 to write zeros to the tail.
+    #: ``codes`` and ``scales`` are as the quantizers write them. ``scales`` is None if blocks have
+    #: none. ``global_scale`` is the (T,) or (G,) fp32 amax, or scale_inv if the format stores one.
+    #: It is None if the format has no global scale. ``offs`` is (G,) int32, or None if uniform.
+    #: ``out`` is a contiguous (T, K) or (G, N, K) tensor. If ``fresh`` is not 0, the tail becomes
+    #: zeros.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.dequantize:Dequantizer"
 
     @property

@@ -186,22 +186,22 @@ class GroupedGemm(Op):
 
     @property
     def index(self) -> Tensor | None:
-        """Row index of an operand, (T,) int32; None if rows are read in their order."""
+        """Row index of an operand, (T,) int32, or None if rows are read in their order."""
         return None if self.quantizes_a else self.rows
 
     @property
     def a_record(self) -> Format | None:
-        """Format of A; None if A is plain."""
+        """Format of A, or None if A is plain."""
         return parse_given(self.a_format)
 
     @property
     def b_record(self) -> Format | None:
-        """Format of B; None if B is plain."""
+        """Format of B, or None if B is plain."""
         return parse_given(self.b_format)
 
     @property
     def result_record(self) -> Format | None:
-        """Format to which the result is quantized; None if it is not quantized."""
+        """Format to which the result is quantized, or None if it is not quantized."""
         return None
 
     @property

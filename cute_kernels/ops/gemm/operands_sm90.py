@@ -28,7 +28,7 @@ from .operand_tensors import Operands, OperandTensors, Prepare
 
 
 def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) -> Prepare | None:
-    """Return a function that prepares the operands of calls like ``op``; None if none is needed."""
+    """Return a function that prepares the operands of calls like ``op``. None if none is needed."""
     if op.quantizes_a:
         return _quantize_values(cast("MGroupedQuantizeGemm", op), launch)
     if config.activations is not None:
@@ -63,7 +63,7 @@ def transpose_squares(op: GroupedGemm, config: GemmConfig) -> Prepare | None:
 
 
 def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> RowsConfig | None:
-    """Return the configuration of the quantizer of A to values; None if no kernel can do it."""
+    """Return the configuration of the quantizer of A to values, or None if no kernel can do it."""
     quantizer = op.quantizer()
     problem = quantized(quantizer)
     config = choose_rows(quantizer, problem, launch, ValuesConfig, TokenValuesConfig)

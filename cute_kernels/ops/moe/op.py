@@ -165,7 +165,7 @@ class MoeCombine(PlainTensorOp):
     Args:
         h: (R, H) bf16, fp16 or fp32.
         row: (T, k) int32, without repetitions; invalid rows are skipped.
-        weight: (T, k) fp32; None for ones.
+        weight: (T, k) fp32. None for ones.
         out_dtype: Dtype of ``y``; by default the dtype of ``h``.
 
     Returns:

@@ -126,7 +126,7 @@ class GemmArguments(NamedTuple):
         out_scales: Block scales of a quantized output, see ``FakeArguments``.
         out_global_scale: (G,) fp32. The amaxes to which they are relative, for a format with a
             global scale.
-        counter: (1,) int32 with dynamic scheduling; 0 before and after a launch.
+        counter: (1,) int32 with dynamic scheduling. It is 0 before and after a launch.
     """
 
     a: Any

@@ -342,7 +342,7 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def codes_stage_bytes(self) -> int:
-        """Shared memory of a stage of codes and their block scales; 0 if none are decoded."""
+        """Shared memory of a stage of codes and their block scales, or 0 if none are decoded."""
         return sum(codes.stage_bytes for codes in self.codes)
 
     @property
@@ -430,7 +430,7 @@ class ScaleTilesConfig:
 
     @classmethod
     def for_gemm(cls, config: Sm100GemmConfig) -> "ScaleTilesConfig | None":
-        """Return the configuration for the scales of a GEMM; None if they stay as they are."""
+        """Return the configuration for the scales of a GEMM, or None if they stay as they are."""
         if not (config.reads_scale_tiles or config.interleaves_scales):
             return None
         squares = config.kind.has_squares, config.b_kind.has_squares

@@ -214,7 +214,7 @@ class MmaWarp:
 
     @cute.jit
     def multiply_promoted(self, tile: WorkTile, ab_state: Any, acc_state: Any) -> Any:
-        """Multiply each stage of a tile into an accumulator of its own; return the next states."""
+        """Multiply each stage of a tile into its own accumulator, and return the next states."""
         for k_tile in cutlass.range(self.k_tiles(tile), unroll=1):
             self.acc_pipeline.producer_acquire(acc_state)
             started = self.mma.start(tile, acc_state.index)

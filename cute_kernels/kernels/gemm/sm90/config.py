@@ -371,7 +371,7 @@ class Sm90GemmConfig(GemmConfig):
 
     @property
     def row_scales(self) -> tuple[int, int]:
-        """Number of scales of single rows of operands M and N in a stage; 0 without."""
+        """Number of scales of single rows of operands M and N in a stage, or 0 without them."""
         sides = ((self.m_kind, self.tile.m), (self.n_kind, self.tile.n))
         m, n = (
             max(rows, _MIN_SCALES) if kind.has_row_scales and not kind.has_squares else 0

@@ -307,7 +307,7 @@ class Epilogue:
 
     @cute.jit
     def load_bias(self, tile: WorkTile, repeat: int) -> cute.Tensor | None:
-        """Return the bias of the thread's two rows of operand M; 0 for tiles without products.
+        """Return the bias of the thread's two rows of operand M, or 0 for tiles without products.
 
         None without a bias, and if it belongs to columns of operand N.
         """

@@ -112,7 +112,7 @@ class GradientLoader(TileLoader):
     def read_weights(
         self, inputs: GradientInputs, first_row: Int32, num_rows: Int32
     ) -> list[Uint32]:
-        """Return the weight of a lane's row in each 32 rows; 0 if the row has none."""
+        """Return the weight of a lane's row in each 32 rows, or 0 if the row has none."""
         loaded, pairs = [], inputs.weight.shape[0]
         for i in range(TILE_ROWS // WARP_SIZE):
             row = i * WARP_SIZE + cute.arch.lane_idx()
