@@ -1,6 +1,6 @@
 """Run every kernel family on small shapes under compute-sanitizer on a GPU.
 
-Shapes have empty groups, boundaries inside tiles, a tail behind the last group and widths that no
+Shapes have empty groups, boundaries inside tiles, a tail after the last group and widths that no
 tile divides. Kernels are compiled first, without the tool. Each tensor gets a separate allocation,
 so that memcheck sees an access past its end. The exit status is 1 if a tool reports anything, or if
 memcheck misses a deliberate write past the end of a buffer.

@@ -87,7 +87,7 @@ class Op(abc.ABC):
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raise ValueError or TypeError for arguments that break a rule."""
+        """Raise ValueError or TypeError for invalid arguments."""
 
     @property
     def num_rows(self) -> int:
@@ -96,7 +96,7 @@ class Op(abc.ABC):
         return operand.shape[0]
 
     def check_values(self) -> None:
-        """Raise ValueError for values of CPU tensors that break a rule.
+        """Raise ValueError for invalid values of CPU tensors.
 
         This runs in every call, since a plan does not depend on values.
         """

@@ -34,7 +34,7 @@ class ExpertsOptions(NamedTuple):
 
     Attributes:
         activation: Text of the activation.
-        interleaved: The two inputs of a gated activation alternate.
+        interleaved: True if the two inputs of a gated activation alternate.
         recompute: Compute z, the input of the activation, again in the backward pass.
         dtype: Data type of the output.
         defer_routing_weights: Do not multiply the output by the routing weights p. The caller
@@ -49,8 +49,8 @@ class ExpertsOptions(NamedTuple):
     defer_routing_weights: bool = False
 
 
-#: Everything of layers that their forward pass depends on: the options that decide how they
-#: multiply, and all tensors that they read, and Nones.
+#: Everything that the forward pass of layers depends on: options, and the tensors that it reads.
+#: Absent tensors are None.
 ReplayKey: TypeAlias = "tuple[Hashable, list[Tensor | None]]"
 
 
@@ -173,8 +173,8 @@ class Layer(NamedTuple):
         """Return True for each of weight and bias if its gradient is needed.
 
         Args:
-            weights: Autograd needs the gradient of a weight.
-            bias: Autograd needs the gradient of the bias.
+            weights: True if autograd needs the gradient of a weight.
+            bias: True if autograd needs the gradient of the bias.
         """
         return (weights, bias) if self.accumulator is None else self.accumulator.wanted
 

@@ -133,7 +133,7 @@ class LazyRows(NamedTuple):
         row_index: (R,) int32. Row of ``x`` for each row. None for all rows in order.
         inverse: (T, k) int32, for each row of ``x`` the rows that it becomes. With ``row_index``.
         activation: Text of an activation that is applied to the rows. None if absent.
-        interleaved: The two inputs of a gated activation alternate.
+        interleaved: True if the two inputs of a gated activation alternate.
     """
 
     x: Tensor
@@ -266,7 +266,7 @@ class Epilogue(NamedTuple):
 
     Attributes:
         activation: Text of the activation.
-        interleaved: The two inputs of a gated activation alternate.
+        interleaved: True if the two inputs of a gated activation alternate.
         keeps_z: Also return z, the input of the activation.
         quantize_to: Text of the format that the result is quantized to, or None.
     """

@@ -85,7 +85,7 @@ class QuantizationInspector:
         roles: Operands to inspect, of ``input``, ``weight`` and ``grad_output``.
 
     Raises:
-        TypeError: ``every`` is no integer, or names are one string.
+        TypeError: ``every`` is not an integer, or names are one string.
         ValueError: There is no such layer or role, or ``every`` is not positive.
         RuntimeError: On entry, if another inspector looks at a layer.
     """
@@ -239,7 +239,8 @@ class QuantizationInspector:
 
         Args:
             path: The file.
-            run: Name that tells these steps from those of other runs, such as a recipe's.
+            run: Name that distinguishes these steps from those of other runs, such as the recipe's
+                name.
             append: Add to the file, instead of writing a new one.
         """
         records = json.loads(json.dumps(self.records(), allow_nan=False), parse_float=_short)

@@ -71,7 +71,7 @@ class DelayedScaling(nn.Module):
             ``grad_output_amax_history`` are alike.
 
     Raises:
-        TypeError: ``recipe`` is no FP8Delayed.
+        TypeError: ``recipe`` is not an FP8Delayed.
         ValueError: ``num_groups`` is not positive.
     """
 

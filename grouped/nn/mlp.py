@@ -90,7 +90,7 @@ class GroupedMLP(nn.Module):
     Raises:
         ValueError: A size is not positive, or no multiple of the recipe's blocks. Or there is no
             activation of this name, or ``interleaved`` is True for one without a gate.
-        TypeError: ``activation`` is no activation.
+        TypeError: ``activation`` is not an activation.
     """
 
     def __init__(

@@ -306,7 +306,7 @@ def _main_grad(name: str, parameter: Tensor) -> Tensor:
 
     Raises:
         RuntimeError: It is missing.
-        TypeError: It is no plain tensor, or its dtype is not supported.
+        TypeError: It is not a plain tensor, or its dtype is not supported.
         ValueError: It has another shape or device, or is not contiguous.
     """
     shape, dtypes = tuple(parameter.shape), sorted({torch.float32, parameter.dtype}, key=str)

@@ -145,8 +145,8 @@ class ExpertParallel(_ExpertStyle):
     ``moe.exchange`` is an ``Exchange``, whose ``sent`` counts the bytes on the wire.
 
     Raises:
-        TypeError: The module is no MoE or GroupedMLP, a wire is no format, or a capacity has other
-            types than int.
+        TypeError: The module is not a MoE or GroupedMLP, a wire is not a format, or a capacity is
+            not an int.
         ValueError: The ranks do not divide E, the recipe uses delayed scaling, the mesh has several
             dimensions, rows of a wire share scales, or a capacity is not one or two positive
             numbers.
@@ -202,7 +202,7 @@ class ExpertTensorParallel(_ExpertStyle):
     added in fp32 and rounded again.
 
     Raises:
-        TypeError: The module is no MoE or GroupedMLP.
+        TypeError: The module is not a MoE or GroupedMLP.
         ValueError: The ranks do not divide I into multiples that the recipe allows, the experts
             have biases or quantized weights, or ``ExpertParallel`` would raise.
     """

@@ -54,8 +54,8 @@ def warn_if_lost(
     Args:
         x: The updated tensor.
         before: Its ``snapshot``. If it is None, warn once that updates may be lost.
-        name: The op.
-        arguments: Its arguments, decoded, by name.
+        name: Name of the op.
+        arguments: Arguments of the op by name, decoded.
         position: Position of ``x`` in the op's list of tensors, if it takes one.
         dense: The decoded values after the update.
     """

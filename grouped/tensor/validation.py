@@ -75,7 +75,7 @@ def check_parts(
     """Check that plain tensors fit the shape and format of a quantized tensor.
 
     Raises:
-        TypeError: A dtype does not match, or ``fmt`` is no format record.
+        TypeError: A dtype does not match, or ``fmt`` is not a format record.
         ValueError: A shape or a device does not match.
         cute_kernels.UnsupportedError: The format is not built yet.
     """

@@ -86,7 +86,7 @@ class Peer:
         if self.path is None:
             return f"--path {self.name}=FOLDER names no checkout"
         if not (self.path / self.sources).is_dir():
-            return f"{self.path} is no checkout of {self.name}: it has no {self.sources}"
+            return f"{self.path} is not a checkout of {self.name}: it has no {self.sources}"
         return ""
 
     @property

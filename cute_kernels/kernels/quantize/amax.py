@@ -42,7 +42,7 @@ class AmaxKernels:
         dtype: Data type of the elements.
         arch: Name of the architecture.
         maker: Computes the elements, or None if they are the input's.
-        keeps_nan: The amax of numbers with a NaN is NaN.
+        keeps_nan: True if the amax of numbers with a NaN is NaN.
         global_scale_writer: Writes global scales in ``initialize_global_scales``.
     """
 
@@ -62,7 +62,7 @@ class AmaxKernels:
         num_sms: Int32,
         stream: Any,
     ) -> None:
-        """Launch the reduction, see ``reduce``; amaxes of groups are cleared first."""
+        """Clear the amaxes of groups, then launch the reduction (``reduce``)."""
         grid, block = [num_sms * _CTAS_PER_SM, 1, 1], [_THREADS, 1, 1]
         if const_expr(group_amax is not None):
             self.launch_clear(group_amax, num_sms, stream)
@@ -76,7 +76,7 @@ class AmaxKernels:
         stream: Any,
         second_amax: cute.Tensor | None = None,
     ) -> None:
-        """Write zeros to amaxes of groups, from which ``merge`` starts."""
+        """Write zeros to amaxes of groups, the initial values of ``merge``."""
         grid, block = [num_sms, 1, 1], [_THREADS, 1, 1]
         self.clear(group_amax, second_amax).launch(grid=grid, block=block, stream=stream)
 

@@ -223,8 +223,8 @@ class ValuesConfig(RowsConfig):
     """
 
     #: The compiled function takes the arguments of ``RowsConfig``, with None for the scales and the
-    #: outputs behind them, and fp16 values for the codes: (T, K rounded up to a multiple of 128),
-    #: in the order of the GEMM's expansion.
+    #: outputs after them, and fp16 values for the codes: (T, K rounded up to a multiple of 128), in
+    #: the order of the GEMM's expansion.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.row_values:RowValuesQuantizer"
     #: Eight lanes together reorder the values of eight neighbouring blocks.
     teams: ClassVar[tuple[tuple[int, int], ...]] = RowsConfig.teams[1:]
@@ -283,8 +283,8 @@ class TileConfig(CopyConfig):
         compute_amax: Compute the amaxes first. Else they are inputs.
         arch: Name of the architecture.
         prologue: Gather or activation before quantization, if any.
-        is_member: The tensor is one of several that share a seed, and takes the offset of its
-            random numbers.
+        is_member: True if the tensor is one of several that share a seed, and takes the offset of
+            its random numbers.
 
     Raises:
         UnsupportedError: No kernel computes such copies in tiles.

@@ -95,7 +95,7 @@ class GemmConfig(abc.ABC):
         """Check the fields.
 
         Raises:
-            ValueError: A field or the tile breaks a rule; the message has the rule and the value.
+            ValueError: A field or the tile is invalid; the message has the rule and the value.
         """
         if not (support := check_rules(self.field_rules())):
             raise ValueError(support.reason)

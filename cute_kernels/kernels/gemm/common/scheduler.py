@@ -117,7 +117,7 @@ class TileScheduler:
     Attributes:
         config: Configuration of the kernel.
         ring: Pipeline of the records.
-        buffer: (stages * 8,) int32 in shared memory, and behind it one word with a tile number that
+        buffer: (stages * 8,) int32 in shared memory, followed by one word for the tile number that
             CTAs pass on.
         offs: (G,) int32. End rows.
         extents: Sizes of the product.

@@ -91,7 +91,7 @@ class DecodedOperand:
         side: "m" or "n".
         kind: Kind of the operand.
         rows: Rows of the operand in a tile.
-        interleaves_halves: Its rows belong to both halves in turn.
+        interleaves_halves: True if its rows belong to both halves in turn.
     """
 
     side: str
@@ -413,11 +413,11 @@ class ScaleTilesConfig:
     It converts fp32 scales to E8M0 tiles, or permutes the tiles of B.
 
     Attributes:
-        a_squares: Scales of A belong to squares.
-        b_squares: Scales of B belong to squares.
-        is_b_uniform: B has a matrix of scales per group.
-        interleaves_halves: Row 2 i + h of tiles of B is row i of half h.
-        has_tiles: The scales are tiles already, and only those of B change.
+        a_squares: True if scales of A belong to squares.
+        b_squares: True if scales of B belong to squares.
+        is_b_uniform: True if B has a matrix of scales per group.
+        interleaves_halves: True if row 2 i + h of tiles of B is row i of half h.
+        has_tiles: True if the scales are tiles already, and only those of B change.
     """
 
     a_squares: bool

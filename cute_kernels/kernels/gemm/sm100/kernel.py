@@ -69,7 +69,7 @@ class Sources(NamedTuple):
 
     Attributes:
         m: Elements of operand M. None if they are decoded or gathered.
-        n: Elements of operand N, likewise.
+        n: Elements of operand N, in the same form.
         m_scales: Block scales of operand M, or None. All later fields may be None, too.
         n_scales: Block scales of operand N.
         partial_m_scales: Block scales of operand M of partial tiles with swapped operands.

@@ -79,8 +79,8 @@ class Sm90Tile(TileShape):
         num_ctas: CTAs of a cluster. They have neighbouring tiles along M and the same one along N.
             Each loads a part of operand N for all of them.
         consumers: Warpgroups that share the tile along M.
-        row_fitted: Instructions are as wide as the group's rows in the tile, instead of N. Above
-            128 columns the rows of a group are divided evenly over its tiles.
+        row_fitted: True if instructions are as wide as the group's rows in the tile, instead of N.
+            Above 128 columns the rows of a group are divided evenly over its tiles.
     """
 
     consumers: int = 2

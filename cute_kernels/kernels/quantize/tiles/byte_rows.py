@@ -47,7 +47,7 @@ class LaneRows(NamedTuple):
         live_rows: Rows of the tile from the first row on.
         target: Global address for the codes of its first row.
         pitch: Bytes from one row of codes to the next.
-        is_wide: All columns of the lane exist, and one store takes their codes.
+        is_wide: True if all columns of the lane exist, and one store takes their codes.
         remaining: Columns from the lane's first column to K.
     """
 
