@@ -17,15 +17,15 @@ class Arch:
     Attributes:
         name: Architecture in the names of kernels, backends and configurations.
         mma: Tensor core instructions of the GEMM kernels.
-        has_f32x2: Instructions add, multiply and fuse two fp32 numbers in a register pair.
-        has_three_input_max: An instruction returns the maximum of three fp32 magnitudes.
-        has_fp4_convert: Instructions round to E2M1 and decode it.
-        has_block_scaled_mma: Tensor cores apply block scales. Without it, kernels decode codes
-            that have block scales, and add the products of FP8 blocks in fp32 registers.
-        has_tma_gather: TMA loads rows by an index.
+        has_f32x2: True if instructions add, multiply and fuse two fp32 numbers in a register pair.
+        has_three_input_max: True if an instruction returns the maximum of three fp32 magnitudes.
+        has_fp4_convert: True if instructions round to E2M1 and decode it.
+        has_block_scaled_mma: True if tensor cores apply block scales. Otherwise kernels decode
+            codes that have block scales, and add the products of FP8 blocks in fp32 registers.
+        has_tma_gather: True if TMA loads rows by an index.
         smem_bytes: Largest shared memory of a CTA, in bytes.
-        tuned_by: Source of the tuning decisions of the quantizers: times measured on a GPU, or
-            instruction counts of the emulator.
+        tuned_by: Source of the tuning decisions of the quantizers. They are times measured on a
+            GPU, or instruction counts of the emulator.
         targets: Compiler targets that run these kernels.
     """
 

@@ -141,22 +141,24 @@ def support(
 
     Args:
         op: One of ``OPS``.
-        fmt: A format record such as ``NVFP4(row_scaled=True)``, a format class for its
+        fmt: Format record such as ``NVFP4(row_scaled=True)``, a format class for its
             defaults, or None for plain bf16, fp16 or fp32 operands.
         arch: One of ``ARCHITECTURES``, or ``"reference:sm_90a"`` or ``"reference:sm_100a"``:
-            the reference backend that accumulates like the tensor cores of that architecture.
-            It supports what the architecture's kernels support, and some planned combinations.
+            the reference backend that accumulates like the tensor cores of that architecture. That
+            backend supports what the architecture's kernels support, and some planned combinations.
         dtype: Dtype of the plain operands, of the quantized input, or of the dequantized result.
             None for a dtype that the op supports everywhere, such as bf16.
-        columnwise: The columnwise copy is requested, alone or with the rowwise copy.
-        prepacked: The weights come from ``cute_kernels.prepack``.
-        shapes: Groups differ in their last dimension.
-        activation: An activation is applied to the input, or to the result of a GEMM.
-        gathered: Rows are gathered by an index.
-        result: The format that the result of a GEMM is quantized to after an activation.
+        columnwise: True if the columnwise copy is requested, alone or with the rowwise copy.
+        prepacked: True if the weights come from ``cute_kernels.prepack``.
+        shapes: True if groups differ in their last dimension.
+        activation: True if an activation is applied. Quantizers apply it to their input, and GEMMs
+            to their result.
+        gathered: True if rows are gathered by an index.
+        result: Format that the result of a GEMM is quantized to after an activation. None if it
+            stays plain.
 
     Returns:
-        A ``Support``; if it is false, its ``reason`` says why.
+        A ``Support``. If it is false, its ``reason`` says why.
 
     Raises:
         ValueError: ``op`` or ``arch`` is not a known name.

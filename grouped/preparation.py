@@ -93,13 +93,13 @@ def prepare(
     layout. A second call changes nothing. Errors are raised before the first layer is changed, or
     leave complete layers.
 
-    To train quantized weights, without a copy in bf16::
+    Train quantized weights without a copy in bf16::
 
       masters = {}
       grouped.prepare(moe, grouped.FP8Block(block=(128, 128)), trainable=True, masters=masters)
       optimizer = grouped.optim.AdamW(moe.parameters(), masters=masters)
 
-    To train adapters of other layers while the experts are frozen (QLoRA)::
+    Train adapters of other layers while the experts are frozen (QLoRA)::
 
       grouped.prepare(model, grouped.NVFP4(), columnwise=True)
 
@@ -107,13 +107,13 @@ def prepare(
         model: A model, or experts alone, on the device where it will run. Call this function
             before ``fully_shard``, ``DistributedDataParallel``, ``parallelize_module``, an adapter
             of the experts, and the optimizer.
-        fmt: Format of the weights. None for the format of the recipe of each layer: layers with
-            ``BF16`` stay plain. Quantized weights under ``BF16`` run with bf16 or fp16 activations
+        fmt: Format of the weights. None for the format of each layer's recipe. Layers with ``BF16``
+            then stay plain. Quantized weights under ``BF16`` run with bf16 or fp16 activations
             (W4A16, W8A16). If the recipe has delayed scaling, None uses the scales of the weight as
             it is now.
-        trainable: The weights require gradients, and have the columnwise copy that the gradient of
-            the input reads.
-        columnwise: Make that copy also for weights that require no gradient. By default
+        trainable: Let the weights require gradients. They then have the columnwise copy, which the
+            gradient of the input reads.
+        columnwise: Make the columnwise copy also for weights that require no gradient. By default
             ``trainable``.
         masters: Receives, by new parameter, the plain weight (G, N, K) that it was quantized from,
             for ``grouped.optim.AdamW``. It keeps them in memory. ``fully_shard`` makes other

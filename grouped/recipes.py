@@ -189,7 +189,7 @@ def _check_product(
         b: Format of the second operand.
         rows_a: Format of ``a`` if the product reads its columnwise copy.
         rows_b: Format of ``b`` if the product reads its columnwise copy.
-        weights: ``b`` is a weight.
+        weights: True if ``b`` is a weight.
     """
     try:
         check_pair(a, b, weights=weights)
@@ -343,7 +343,7 @@ class FP8Delayed(_Named):
         propagate_nonfinite: See ``Recipe``.
         grad_dtype: Data type of the codes of gradients. By default E5M2, TransformerEngine's
             HYBRID.
-        history_length: Number of steps whose amaxes count; TransformerEngine's
+        history_length: Number of steps whose amaxes count. The default is TransformerEngine's
             ``amax_history_len``.
         margin: Scales are divided by two to this power.
         algorithm: ``"max"`` uses the largest amax of the history, ``"most_recent"`` the last one;
@@ -355,7 +355,7 @@ class FP8Delayed(_Named):
             costs one more read of each operand until all groups have begun. ``"one"``: scales are
             1, as TransformerEngine begins, and products below the smallest code vanish in the
             first step.
-        amax_group: Processes that share the scales: their amaxes are reduced to the largest at each
+        amax_group: Processes that share the scales. Their amaxes are reduced to the largest at each
             update, so all of them must take the same steps. A ``torch.distributed`` group or its
             name. The name is stored. ``DistributedDataParallel`` then needs
             ``broadcast_buffers=False``. None: each process has its own scales. A distributed

@@ -18,13 +18,13 @@ class Contender:
     """One implementation of a task. Other fields are as in ``Record``.
 
     Attributes:
-        prepare: Makes operands and returns the call. It may raise anything that its library
-            raises: the exception is reported, and other contenders go on.
-        error: Returns the relative error of a result; NaN counts as wrong.
+        prepare: Makes operands and returns the call. It may raise anything that its library raises.
+            The exception is reported, and other contenders go on.
+        error: Returns the relative error of a result. NaN counts as wrong.
         bound: Largest relative error of a correct result.
         capturable: True if the call can be captured in a CUDA graph.
         is_step: True for a whole pass of a layer, whose eager time and memory are also measured.
-        versions: Versions of the contender's packages; ``Options.competing`` adds those of a peer.
+        versions: Versions of the contender's packages. ``Options.competing`` adds those of a peer.
     """
 
     name: str

@@ -47,7 +47,7 @@ class Plan:
             ``"step"`` are those of training. ``"cached weight"`` is a step that does not quantize
             the weights.
         bounds: Share of a step's time by the resource that bounds its kernels, largest first.
-        kernels: Kernels of a step: name, milliseconds, bound.
+        kernels: Kernels of a step, as (name, milliseconds, bound).
         memory: Bytes, see ``planner.layer.memory``.
         basis: ``"fitted"`` if all kernels of a step were measured on this GPU, else
             ``"prediction"``.

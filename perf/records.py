@@ -44,9 +44,9 @@ class Record:
         suite: Name of the suite that measured it.
         case: Shapes, routing and pass. Contenders with equal cases compete.
         contender: ``"ours"``, ``"torch"``, or a variant such as ``"ours, tile 256x64"``.
-        quantity: Such as ``"time"``, ``"warp instructions"`` or ``"rate"``.
-        value: The number. The median of repeated measurements.
-        unit: Unit of value and spread; ``"1"`` for a count or a ratio.
+        quantity: The measured quantity, such as ``"time"``, ``"warp instructions"`` or ``"rate"``.
+        value: The number. It is the median of repeated measurements.
+        unit: Unit of value and spread. Counts and ratios have ``"1"``.
         kind: One of ``KINDS``.
         format: Text of a format, both operands as ``"nvfp4:row_scaled x nvfp4"``, the name of a
             recipe, or ``"bfloat16"``.
@@ -55,21 +55,22 @@ class Record:
         repeats: Number of measurements.
         error: Relative error found by the check before the measurement. It is 0 if the bits are
             equal, and None if only a wrong result would have been noticed.
-        bytes: Least bytes that this contender moves: each input read once, in the form that the
-            contender gets, and each output written once. ``perf.traffic`` defines the bytes of
-            a layer's pass.
+        bytes: Least bytes that this contender moves. Each input is read once, in the form that the
+            contender gets, and each output is written once. ``perf.traffic`` defines the bytes of a
+            layer's pass.
         flops: Useful operations, without padding.
         ceilings: Rates of the same run that nothing exceeds: ``"copy"`` and ``"read"`` in TB/s,
             ``"bfloat16"`` and ``"fp8"`` (dense products) in TFLOP/s.
         gpu: Name of the GPU, or of the emulated one.
         machine: Processor of the host.
-        clocks: MHz: ``"sm"`` and ``"memory"`` during the measurement, ``"sm max"``.
-        power: Watts: ``"draw"`` during the measurement, ``"limit"``.
+        clocks: Clock rates in MHz: ``"sm max"``, and ``"sm"`` and ``"memory"`` during the
+            measurement.
+        power: Power in watts: ``"draw"`` during the measurement, and ``"limit"``.
         driver: Version of the GPU driver.
         versions: Versions of torch, cuda, the CuTe DSL, and the contender's packages.
         commit: Commit of this package. It ends in ``-dirty`` if the checkout had changes.
         seed: Seed of the random numbers.
-        time: Start of the run, UTC, ISO 8601; a date alone if no more is known.
+        time: Start of the run in UTC, as ISO 8601. A date alone means that no more is known.
         origin: One of ``ORIGINS``.
         note: Remark of the contender, or source of the number.
         schema: Version of the file format.

@@ -47,6 +47,7 @@ def everything(tmp_path_factory):
 
 
 def test_results(everything):
+    """Check the results of the demo."""
     _, _, results = everything
     runs = {run["recipe"]: run for run in results["runs"]}
     assert tuple(runs) == RECIPES
@@ -70,6 +71,7 @@ def test_results(everything):
 
 
 def test_every_recipe_trains(tmp_path):
+    """Check that the demo trains with every recipe."""
     sizes = ("--intermediate", "64", "--steps", "2")
     status, printed, results = run_demo(tmp_path, "--recipe", "all", "--plot", "never", *sizes)
     assert status == 0
@@ -84,6 +86,7 @@ def test_every_recipe_trains(tmp_path):
 
 
 def test_table_and_files(everything):
+    """Check the printed table and the written files."""
     out, printed, results = everything
     lines = printed.splitlines()
     for run in results["runs"]:
@@ -127,6 +130,7 @@ def test_bad_arguments(arguments, tmp_path, capsys):
 
 
 def test_interrupted(tmp_path, monkeypatch):
+    """Check that an interrupted demo reports its completed steps."""
     rate = TrainConfig.learning_rate_at
 
     def interrupt(config, step):
@@ -145,6 +149,8 @@ def test_interrupted(tmp_path, monkeypatch):
 
 
 def test_unsupported_recipe(tmp_path, monkeypatch, capsys):
+    """Check that the demo reports a recipe that is not supported."""
+
     def refuse(*_):
         raise cute_kernels.UnsupportedError("no kernel of it")
 
@@ -158,6 +164,7 @@ def test_unsupported_recipe(tmp_path, monkeypatch, capsys):
 
 
 def test_without_matplotlib(tmp_path, monkeypatch, capsys):
+    """Check that the demo runs without matplotlib."""
     monkeypatch.setattr(report, "can_plot", lambda: False)
     status, printed, _ = run_demo(tmp_path, "--recipe", "BF16", "--steps", "1")
     assert status == 0 and "max/mean" in printed and "loss.png" not in printed
@@ -174,6 +181,7 @@ def test_unigram_entropy():
 
 
 def test_batches():
+    """Check the training and validation batches."""
     corpus = load_corpus()
     assert len(corpus.validation) == pytest.approx(len(corpus.train) / 9, rel=0.1)
     inputs, targets = sample_batch(corpus.train, 5, 7, seeded_generator(0))
@@ -195,6 +203,7 @@ def test_batches():
 # Not with NVFP4: a group's second-level scale comes from all of its tokens, later ones too.
 @pytest.mark.parametrize("recipe", [grouped.recipes.BF16(), grouped.recipes.NVFP4RowScaled()])
 def test_model_is_causal(recipe):
+    """Check that the model is causal."""
     model = LanguageModel(dataclasses.replace(SMALL, layers=2), recipe).requires_grad_(False)
     inputs = torch.randint(256, (2, 16))
     changed = inputs.clone()

@@ -46,6 +46,7 @@ device, ranks = "cpu", 1
 
 
 def readme(x, w, offs, xq, wq, layer, y, moe, losses, **_):
+    """Check the results of the README's examples."""
     assert (
         y.shape == (64, 48)
         and losses.tokens_per_expert.sum() == 64 * 4
@@ -90,6 +91,7 @@ def smaller(page, code):
 
 @pytest.mark.parametrize("page", [*PAGES])
 def test_blocks_run(page, tmp_path, monkeypatch):
+    """Run the code blocks of each page."""
     if Path(page).stem in LIBRARIES:
         pytest.importorskip(LIBRARIES[Path(page).stem], exc_type=ImportError)
     if page == "README.md" and not has_compiler():
@@ -106,6 +108,7 @@ def test_blocks_run(page, tmp_path, monkeypatch):
 
 @pytest.mark.emulated
 def test_the_emulated_example_gives_the_bits_of_a_tensor_core():
+    """Compare the emulated example with the reference of its tensor core."""
     names = {"cute_kernels": cute_kernels}
     first_block, *_, emulated = PAGES["README.md"]
     exec(smaller("README.md", first_block.split("layer =")[0] + emulated), names)
@@ -116,6 +119,7 @@ def test_the_emulated_example_gives_the_bits_of_a_tensor_core():
 
 
 def test_extras_that_are_named_exist():
+    """Check that the extras that docs and messages name exist."""
     folders = [
         path
         for top in ("cute_kernels", "grouped", "docs")
@@ -134,6 +138,7 @@ def test_extras_that_are_named_exist():
 
 
 def test_tests_that_are_named_exist():
+    """Check that the tests that docs name exist."""
     text = (ROOT / "docs" / "pytorch.md").read_text()
     files, checks = (
         re.findall(r"`(?:tests/(integration)/)?(test_\w+)`", text),

@@ -19,6 +19,7 @@ def test_support_table_is_the_capability_table():
 
 
 def test_ci_runs_the_second_command():
+    """Check that CI runs the second command of the README."""
     commands = re.findall(r"```bash\n(.*?)\n```", README, flags=re.DOTALL)
     assert len(commands) == 2
     pattern = re.search(r"grep -m1 '(.*?)' README.md", (ROOT / ".ci" / "run").read_text()).group(1)

@@ -1,7 +1,7 @@
 """Activations and their gradients in PTX, bit-equal to ``cute_kernels.reference.activations``.
 
-The formulas follow the steps of the reference in the same order, with these changes, none of which
-changes a bit. sm_100a computes two numbers per instruction.
+The formulas follow the steps of the reference in the same order, with these changes. They do not
+change a bit of the result. sm_100a computes two numbers per instruction.
 
 - A product that is exact, or a sum of two doubled summands, is contracted: a * b + c is then
   rounded once either way. n times the first part of ln 2 is exact, and so is p * 2^n.
@@ -140,8 +140,7 @@ class _CurveFamily(NamedTuple):
 
     Attributes:
         formula: Emits a curve: (builder, activation, x, quick, sigmoid or None) -> _CurveValue.
-        has_sigmoid: There is a faster formula for moderate arguments, and callers may pass the
-            sigmoid.
+        has_sigmoid: There is a faster formula for moderate arguments. Callers may pass the sigmoid.
         has_factor: f(x) is a multiple of x, so bf16 inputs can look the factor up in a table.
     """
 
@@ -324,10 +323,10 @@ class FactorTable:
     Attributes:
         act: The activation.
         alpha: The factor of the sigmoid's argument.
-        lowest_exponent: The lowest exponent in the table. alpha times numbers below it is at most
-            2^-25.
+        lowest_exponent: The lowest exponent in the table. If a number has a smaller exponent, alpha
+            times the number is at most 2^-25.
         begin: Bits of the first bf16 number in the table.
-        end: Bits of the first bf16 number behind the table.
+        end: Bits of the first bf16 number after the table.
     """
 
     def __init__(self, act: Activation):

@@ -26,8 +26,8 @@ class ElementType:
         name: Name in kernels and in the text of a record.
         bits: Width in bits.
         max: Largest finite magnitude.
-        dtype: Dtype of buffers that hold the elements; uint8 if several elements share a byte,
-            with the element of even index in the low bits.
+        dtype: Dtype of buffers that hold the elements. It is uint8 if several elements share a
+            byte, with the element of even index in the low bits.
     """
 
     name: str

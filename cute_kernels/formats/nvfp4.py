@@ -26,7 +26,7 @@ class NVFP4(Format):
     Args:
         row_scaled: Use one global scale (an amax) per row of the rowwise copy instead of one per
             group. The columnwise copy always has one per group.
-        block: (1, 16) for activations and gradients, or (16, 16) for weights, so that both
+        block: (1, 16) for activations and gradients, or (16, 16) for weights. With (16, 16) both
             directions hold the same values.
         hadamard: Apply a random 16x16 Hadamard transform to the columnwise copy.
         stochastic_rounding: Round codes stochastically instead of to nearest even.
@@ -34,7 +34,7 @@ class NVFP4(Format):
         e4m3_max: Block scale that the global scale maps the largest block scale to. With
             ``four_over_six`` the default is 256, which leaves room for the scale that maps
             the amax to 4. Without it the only value is 448.
-        four_over_six_error: Error that ``four_over_six`` minimizes: the sum of the magnitudes
+        four_over_six_error: Error that ``four_over_six`` minimizes. It is the sum of the magnitudes
             ("mae") or of the squares ("mse") of a block's errors.
         nan_scales: Propagate NaN through the amaxes of blocks, rows and groups to the scales. See
             ``Format``.

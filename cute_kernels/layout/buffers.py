@@ -106,9 +106,9 @@ def buffers(
         num_groups: G of a ragged tensor. None if uniform, or with ``shapes``.
         rowwise: Include the copy with blocks along K.
         columnwise: Include the copy with blocks along the rows of each group. The names of its
-            buffers end in ``_t``. Its rows lie in slots (``slots``): P = 128 * tiles of them for
-            a ragged tensor, or for each group of a uniform one, whose buffers then have G as
-            first dimension.
+            buffers end in ``_t``. Its rows lie in slots (``slots``). A ragged tensor has P = 128 *
+            tiles of them. A uniform tensor has P in each group, and its buffers have G as first
+            dimension.
         shapes: (m, n) of each member, if their last dimensions differ.
 
     Returns:

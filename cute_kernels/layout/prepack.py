@@ -11,8 +11,8 @@ from torch import Tensor
 
 #: Positions of bit s and bits eem of code t = 0 .. 3 in the low half of a prepacked word. Code t +
 #: 4 has the same positions in the high half. Left shifts alone move them to bit 15 and bits 11 to
-#: 9, their positions in fp16: by one distance for t = 0 and 3, and for t = 1 and 2 by two distances
-#: at once, as one product.
+#: 9, their positions in fp16. For t = 0 and 3 one shift is enough. For t = 1 and 2 the sign and the
+#: magnitude move by two distances, and one multiplication shifts both.
 PREPACKED_BITS = ((15, 9), (14, 3), (13, 0), (12, 6))
 _SIGNS, _MAGNITUDES = 0x00010001, 0x00070007
 

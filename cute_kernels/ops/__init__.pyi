@@ -100,7 +100,8 @@ def compute_routing(
         num_experts: E, at least 1.
 
     Returns:
-        Four int32 tensors. offs (E,): END row of each expert. token (T * k,): token of each row.
+        Four int32 tensors. offs (E,): The end row of each expert. token (T * k,): token of each
+        row.
         pair (T * k,): t * k + j of each row, whose weight is ``weights.flatten()[pair]``. row (T,
         k), the inverse: row of each of a token's experts. ``row`` is -1 for an id without a row;
         ``token`` and ``pair`` are -1 from row ``offs[-1]`` on.

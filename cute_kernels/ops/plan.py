@@ -20,10 +20,10 @@ class CallPlan:
     """The outputs of an op call and the function that computes them.
 
     Args:
-        device: where fresh outputs are allocated.
-        alignment: bytes to which kernels expect outputs to be aligned.
-        outputs: specs of the outputs.
-        run: computes the op into its outputs.
+        device: Device on which fresh outputs are allocated.
+        alignment: Bytes to which kernels expect outputs to be aligned.
+        outputs: Specs of the outputs.
+        run: Computes the op into its outputs.
         zeroed: True zeroes all fresh outputs before ``run``, whatever their specs say.
         fills_fresh: True if ``run`` accepts ``fresh=True`` and then writes the zeros that the
             specs ask for.

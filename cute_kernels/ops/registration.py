@@ -269,18 +269,18 @@ def _argument_order(cls: type[Op], count: int, names: Sequence[str]) -> tuple[_O
     positions = {field.name: i for i, field in enumerate(fields)}
     # Indices into (*args, *kwargs.values(), *defaults).
     indices = [*range(count), *range(count + len(names), len(fields) + len(names))]
-    last = count
+    num_positions = count
     for i, name in enumerate(names):
         position = positions.get(name, -1)
         if position < count:
             reason = "an unexpected argument" if position < 0 else "two values for argument"
             raise TypeError(f"{cls.name}() got {reason} {name!r}")
         indices[position] = count + i
-        last = max(last, position + 1)
+        num_positions = max(num_positions, position + 1)
     for field, index in zip(fields, indices, strict=False):
         if index >= count + len(names) and field.default is dataclasses.MISSING:
             raise TypeError(f"{cls.name}() is missing argument {field.name!r}")
     defaults = [field.default for field in fields[count:]]
-    if last == 1:
+    if num_positions == 1:
         return (lambda values: (values[indices[0]],)), defaults
-    return operator.itemgetter(*indices[:last]), defaults
+    return operator.itemgetter(*indices[:num_positions]), defaults

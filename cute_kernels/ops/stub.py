@@ -1,8 +1,8 @@
 """Type stub of ``cute_kernels.ops``, generated from the ``Op`` dataclasses.
 
 An op such as ``ops.grouped_quantize`` is built at import, so tools cannot see its signature. The
-stub ``__init__.pyi`` declares each op as a typed function with its docstring, and names the class
-and the launcher that define it.
+stub ``__init__.pyi`` declares each op as a typed function with its docstring. It names the class
+and the launcher that define the op.
 
     python -m cute_kernels.ops.stub --write    # write __init__.pyi
     python -m cute_kernels.ops.stub --check    # exit with status 1 if __init__.pyi is out of date

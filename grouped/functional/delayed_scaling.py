@@ -36,12 +36,12 @@ def delayed_scaling_update(
     ``torch.distributed``. A slot that is 0 or NaN in every process changes nothing.
 
     Args:
-        amax_history: (L, n) fp32, contiguous. Row 0 takes the largest amaxes of the present
-            step, row 1 is the oldest, row L - 1 the newest.
+        amax_history: (L, n) fp32, contiguous. Row 0 takes the largest amaxes of the present step.
+            Row 1 is the oldest, and row L - 1 the newest.
         scale: (n,) fp32, contiguous: the argument ``scale`` of ``quantize``.
         fmt: Format of the quantized tensor: ``FP8(dtype, scaling="delayed")``, or its dtype.
         amax: (n,) fp32 of this step, instead of row 0. Its sign is ignored.
-        margin: An integer; FP8_MAX is divided by two to this power.
+        margin: Integer. FP8_MAX is divided by two to this power.
         algorithm: ``"max"`` or ``"most_recent"``.
         group: Processes that share the scales, or the name of such a ``torch.distributed``
             group.

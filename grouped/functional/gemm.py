@@ -66,10 +66,10 @@ def grouped_gemm(
         out: Tensor to write the result into. Rows of empty groups and of the tail are not written.
         accumulate: Add to the values of ``out``, in fp32 before the one cast.
         transpose_b: Contract over the second dimension of ``b``, read from its columnwise copy.
-        accumulation: "fast" or "split", for products of FP8 with one scale per group: all sums in
-            the accumulator of the tensor core, or promotion to fp32 every 128 of the contraction.
-            By default "fast" for fprop and "split" for dgrad and wgrad. The bits differ on
-            sm_90a, whose accumulator is short.
+        accumulation: "fast" or "split", for products of FP8 with one scale per group. "fast" keeps
+            all sums in the accumulator of the tensor core. "split" promotes them to fp32 every 128
+            of the contraction. By default "fast" for fprop and "split" for dgrad and wgrad. The
+            bits differ on sm_90a, whose accumulator is short.
 
     Returns:
         The product, accumulated and scaled in fp32 and cast once. In a new result the rows of the

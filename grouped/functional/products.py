@@ -130,7 +130,7 @@ def quantize_activation_gradient(
     Args:
         z: (R, W). Input of the activation.
         grad: (R, N). Gradient of its result, without the routing weights.
-        recipes: Recipes of the two products: dz has the first one's gradient format, p * a the
+        recipes: Recipes of the two products. dz has the first one's gradient format, and p * a the
             second one's input format.
         scales: (G,) fp32 of dz and of p * a, for formats that have given scales.
         **options: Other arguments of ``moe_quantize_gradient``.

@@ -46,7 +46,7 @@ def inspect_quantization(
 
 
 class QuantizationInspector:
-    """Records what quantization does to the operands of the grouped layers of a model.
+    """Records the quantization loss of the operands of a model's grouped layers.
 
       inspector = grouped.inspect.inspect_quantization(model, every=10)
       with inspector:
@@ -58,7 +58,7 @@ class QuantizationInspector:
       inspector.save("numerics.jsonl", run="NVFP4")
 
     It inspects the copies that the products multiply, with the recipe, the scales and the random
-    bits of the call: each copy is decoded and compared with the values that it was made from.
+    bits of the call. Each copy is decoded and compared with the values that it was made from.
     Results, gradients and random numbers keep their bits.
 
     **Counting.** Calls inside the block count, with or without gradients, and their backward passes
@@ -141,37 +141,38 @@ class QuantizationInspector:
     def records(self) -> list[dict[str, Any]]:
         """Return all statistics, one record for each step, layer, role, direction and format.
 
-        Each is a dict that JSON can store. It has lists with one entry per expert, and:
+        Each record is a dict that JSON can store. It has lists with one entry per expert, and these
+        entries:
 
-          step: number of the step, from 0.
-          layer: name of the layer in the model.
+          step: Number of the step, from 0.
+          layer: Name of the layer in the model.
           role: ``"input"``, ``"weight"`` or ``"grad_output"``.
-          direction: ``"rowwise"``, which fprop reads of input and weight, and dgrad of the
-            gradient; or ``"columnwise"``, which wgrad reads of input and gradient, and dgrad of
-            the weight.
-          format: text of the format; ``"bfloat16"`` or ``"float16"`` for a plain copy.
-          columns: elements of a row.
+          direction: ``"rowwise"`` or ``"columnwise"``. Fprop reads rowwise copies of input and
+              weight, and dgrad of the gradient. Wgrad reads columnwise copies of input and
+              gradient, and dgrad of the weight.
+          format: Text of the format. A plain copy has ``"bfloat16"`` or ``"float16"``.
+          columns: Elements of a row.
 
         The lists:
 
-          rows: for input and gradient, the expert's tokens: its load; N for a weight.
-          snr_db: ``10 log10(signal / noise)``; None if nothing is lost, or there are no rows.
-          signal: sum of x^2; x are the values that were quantized.
-          noise: sum of (x - copy)^2.
-          saturated: share of the elements that exceed the largest number of their scales by more
-            than half a step, so that they lose more than by rounding; for a plain copy, that became
-            infinite.
-          underflow: share of the elements that are not zero and became zero.
-          amax: largest magnitude of x; for a weight that is quantized already, of its copy.
-          second_level: global scale, the factor of codes times block scales; the largest of the
-            expert's rows for a row-scaled copy.
-          nonfinite: number of elements of x that are NaN or infinite. The statistics above ignore
+          rows: Number of the expert's tokens, its load. A weight has N.
+          snr_db: ``10 log10(signal / noise)``. None if nothing is lost, or there are no rows.
+          signal: Sum of x^2. Here x are the values that were quantized.
+          noise: Sum of (x - copy)^2.
+          saturated: Share of the elements that exceed the largest number of their scales by more
+              than half a step, so that they lose more than by rounding. In a plain copy it is the
+              share of elements that became infinite.
+          underflow: Share of the elements that are not zero and became zero.
+          amax: Largest magnitude of x. A weight that is quantized already has the amax of its copy.
+          second_level: Global scale, the factor of codes times block scales. A row-scaled copy has
+              the largest of the expert's rows.
+          nonfinite: Number of elements of x that are NaN or infinite. The statistics above ignore
             them.
-          nonfinite_copy: number of such elements of the copy. ``snr_db``, ``signal`` and ``noise``
+          nonfinite_copy: Number of such elements of the copy. ``snr_db``, ``signal`` and ``noise``
             ignore them.
 
-        An entry is None if it means nothing. An expert without rows has no shares. A weight that is
-        quantized already has no losses, since its original is gone. Some formats have no
+        An entry is None if it has no meaning. An expert without rows has no shares. A weight that
+        is quantized already has no losses, since its original is gone. Some formats have no
         ``second_level``. The codes of a transformed columnwise copy (``NVFP4(hadamard=True)``)
         belong to no element, so it has neither ``saturated`` nor ``underflow``.
         """

@@ -236,6 +236,7 @@ def _forward_in(recipe: Recipe) -> Forward:
     def forward(
         self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
+        """Compute the experts of one layer, as transformers calls them."""
         up_name, down_name = weight_names(self)
         if recipe.is_quantized and not torch.is_grad_enabled():
             warn_if_captured(lookup(self, up_name), recipe)

@@ -29,8 +29,8 @@ class Tiles:
     Attributes:
         rows: Smallest and largest number of rows of a tile. A tile has the power of two that holds
             the mean rows of the groups.
-        step: Multiple to which the rows of a group's last tile are rounded up; 0 means those of the
-            tile.
+        step: Multiple to which the rows of a group's last tile are rounded up. 0 means the rows of
+            the tile.
         cols: Columns of a tile of one SM.
         wgrad_rows: Rows of a tile of a gradient of weights.
         depth: Multiple to which the rows of a group are rounded up when they are contracted.
@@ -51,11 +51,11 @@ class Gpu:
         name: Part of the name that its driver reports.
         arch: Architecture of its kernels.
         sms: Number of SMs.
-        clock: GHz under load.
-        copy: TB/s of a copy kernel, read and written.
+        clock: Clock rate under load, in GHz.
+        copy: Rate of a copy kernel in TB/s. Bytes read and bytes written both count.
         dense: Sustained TFLOP/s of large dense products, by the type of the operands.
-        peak: The same at the clock of the data sheet.
-        memory: GB.
+        peak: The same rates at the clock of the data sheet.
+        memory: Size of the GPU's memory in GB.
         tiles: Tiles of its products.
         source: Source of the rates, for people.
         doubt: Median relative error of predictions that were not measured.

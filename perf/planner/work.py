@@ -33,12 +33,12 @@ class Kernel:
 
     Attributes:
         name: Name for people.
-        kind: Kernels of a kind share coefficients: ``"product"``, ``"wgrad"``, ``"quantize"``,
-            ``"expand"`` or ``"elementwise"``.
-        bytes: Bytes read and written, each once.
+        kind: Kind of kernel. Kernels of a kind share coefficients: ``"product"``, ``"wgrad"``,
+            ``"quantize"``, ``"expand"`` or ``"elementwise"``.
+        bytes: Bytes read and written. Each byte counts once.
         useful: Useful operations, without padding.
-        flops: Operations for which tensor cores are busy: with padding, and SMs that wait.
-        mma_type: Type of the operands of tensor cores, a key of ``Gpu.dense``.
+        flops: Operations for which tensor cores are busy. Padding and waiting SMs are included.
+        mma_type: Data type of the operands of tensor cores. A key of ``Gpu.dense``.
         multiply: Name of the coefficient of ``flops``.
         instructions: Thread instructions, or decoded elements if ``decode`` is a cost per element.
         decode: Name of the coefficient of ``instructions``.
@@ -68,8 +68,8 @@ class Product:
         sizes: Rows of each group.
         n: N of the weights.
         k: K of the weights.
-        a: Format of operand A, None for bf16.
-        b: Format of operand B, None for bf16.
+        a: Format of operand A. None means bf16.
+        b: Format of operand B. None means bf16.
         prepacked: True if B is prepacked.
         a_is_decoded: True if a quantizer already gives the values of A that tensor cores multiply.
     """

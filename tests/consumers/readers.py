@@ -25,13 +25,12 @@ class Answer(NamedTuple):
     """The answer of a reader about a folder.
 
     Attributes:
-        config: its configuration class.
-        experts: the class that it chooses for experts.
-        weight_only: whether activations stay as they are; None if the reader has no such
-            choice.
-        block: group or block size.
-        quantized: attention, router and head layers that it takes for quantized: none should
-            be.
+        config: Configuration class.
+        experts: Class that the reader chooses for experts.
+        weight_only: True if activations stay as they are. None if the reader has no such choice.
+        block: Group or block size.
+        quantized: Attention, router and head layers that the reader takes for quantized. There
+            should be none.
     """
 
     config: str
@@ -201,7 +200,7 @@ _SGLANG_REAL = (
 
 def sglang(root: Path, folders: Sequence[Path]) -> list[Answer]:
     """SGLang's answers."""
-    with Package("sglang", root, _SGLANG_REAL, others=("sgl_kernel",)):
+    with Package("sglang", root, _SGLANG_REAL, stubbed=("sgl_kernel",)):
         modelopt = importlib.import_module(f"{_SGLANG}.modelopt_quant")
         fp8 = importlib.import_module(f"{_SGLANG}.fp8")
         compressed = importlib.import_module(f"{_SGLANG_CT}.compressed_tensors")

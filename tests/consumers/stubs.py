@@ -51,9 +51,9 @@ def _attribute(self: Any, name: str) -> Any:
 
 
 def stub(name: str) -> Any:
-    """A class that has every attribute, as its instances have.
+    """Return a class that has every attribute, as its instances have.
 
-    Instances are false: ``is_hip()`` is.
+    Instances are false, so that ``is_hip()`` is false.
     """
     body = {"__new__": _new, "__call__": _call, "__getattr__": _attribute}
     body |= {"__init__": lambda self, *args, **named: None, "__bool__": lambda self: False}
@@ -72,14 +72,14 @@ class _StubModule(types.ModuleType):
 
 
 class Package(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules of a package in a folder: those named as they are, the others as stubs.
+    """Finds the modules of a package in a folder. Modules that are not named become stubs.
 
     Args:
-        name: the package.
-        root: the folder that has it.
-        real: the modules to import.
-        others: other packages of which all is a stub.
-        values: what attributes of stub modules are, by ``module:attribute``.
+        name: Name of the package.
+        root: Folder that has it.
+        real: Modules to import.
+        stubbed: Other packages, which consist of stubs.
+        values: Values of attributes of stub modules, by ``module:attribute``.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class Package(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         name: str,
         root: Path,
         real: Sequence[str],
-        others: Sequence[str] = (),
+        stubbed: Sequence[str] = (),
         values: Mapping[str, Any] | None = None,
     ) -> None:
         self.names, self.root, self.real, self.values = (
-            (name, *others),
+            (name, *stubbed),
             root,
             set(real),
             values or {},

@@ -70,6 +70,7 @@ def test_endless_polling_fails(limit, message):
 
 @pytest.mark.parametrize("mode", ["eager", "chaos"])
 def test_ctas_of_a_cluster_share_memory(mode):
+    """Check that CTAs of a cluster read and write each other's shared memory."""
     body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; shl.b32 %r1, %t, 2;
     add.u32 %r0, %r0, %r1; mov.u32 %r2, %cluster_ctarank; add.u32 %r3, %r2, 1; and.b32 %r3, %r3, 3;
     mapa.shared::cluster.u32 %r4, %r0, %r3; {wait}

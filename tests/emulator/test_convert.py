@@ -31,6 +31,7 @@ def test_f32_to_ue8m0(rounding, satfinite):
 
 
 def test_ue8m0_to_bf16():
+    """Check the conversion of all 256 UE8M0 codes to bf16."""
     got = elementwise("cvt.rn.bf16x2.ue8m0x2 %out, %a0;", np.arange(256, dtype=np.uint16))
     low = (got << 16).view(np.float32)
     assert (low[:255] == np.ldexp(1.0, np.arange(255) - 127).astype(np.float32)).all()
@@ -66,6 +67,7 @@ def test_conversions_of_special_values(types, inputs, expected):
 
 
 def test_unmodelled_conversions_fail_when_reached():
+    """Check that a conversion that is not modelled fails only when a warp reaches it."""
     v = np.ones(32, np.float32)
     with fails("stochastic rounding"):
         elementwise("cvt.rs.f16x2.f32 %out, %a0, %a0, %a0;", v)

@@ -66,6 +66,7 @@ def test_each_compiled_function_runs_its_own_kernel(x, view):
 
 
 def test_kernels_of_two_architectures_run_side_by_side(x):
+    """Check that kernels compiled for sm_90a and for sm_100a run in one process."""
     emulator.install("sm_90a", num_sms=3)
     assert emulator.installed() == "sm_90a"
     view = from_dlpack(x)
@@ -82,6 +83,7 @@ def test_kernels_of_two_architectures_run_side_by_side(x):
 
 
 def test_uninstall_restores_the_dsl(x):
+    """Check that uninstalling restores the environment and the settings of the DSL."""
     from cutlass.base_dsl.dsl import DSLSingletonMeta
 
     names = ("CUTE_DSL_ARCH", "CUTE_DSL_LIBS", "CUTE_DSL_KEEP", "CUTE_DSL_DUMP_DIR")
@@ -114,6 +116,7 @@ def test_tensors_are_in_global_memory_only_while_installed(x, view):
 
 
 def test_errors_of_kernels_reach_the_caller(x, view):
+    """Check that a fault in a kernel raises in the caller, with and without TVM FFI."""
     pytest.importorskip("tvm_ffi")
     plain, ffi = adder(view), adder(view, options="--enable-tvm-ffi")
     plain(view)
@@ -130,6 +133,7 @@ def test_errors_of_kernels_reach_the_caller(x, view):
 
 
 def test_object_files_run_by_call(tmp_path, x, view):
+    """Check that a kernel exported to an object file runs and reports its faults."""
     pytest.importorskip("tvm_ffi")
     adder(view, options="--enable-tvm-ffi").export_to_c(
         str(tmp_path / "add.o"), function_name="add"
@@ -143,6 +147,7 @@ def test_object_files_run_by_call(tmp_path, x, view):
 
 
 def test_dynamic_sizes_and_the_environment_stream():
+    """Check that kernels take dynamic sizes and the stream of the environment."""
     pytest.importorskip("tvm_ffi")
 
     @cute.kernel

@@ -67,6 +67,7 @@ def test_an_error_names_kernel_cta_warp_and_line():
 
 
 def test_only_watched_memory_may_be_touched():
+    """Check that accesses outside of watched memory fail."""
     x, y = np.zeros(32, np.uint32), np.zeros(32, np.uint32)
     emulator.watch(x)
     run(ADD_ONE, x, 1)
@@ -136,6 +137,7 @@ def test_chaos_depends_on_the_seed_alone():
 
 
 def test_stats_count_successful_launches():
+    """Check that launches that succeed are counted, and that a failed launch is not."""
     x = np.zeros(64, np.uint32)
     run(ADD_ONE, x, 1, grid=2)
     stats = emulator.stats()
@@ -268,6 +270,7 @@ def test_a_missing_compiler_is_reported(monkeypatch):
 
 
 def test_a_cache_directory_that_cannot_be_used(monkeypatch, tmp_path):
+    """Check that a cache directory that others may write gives a warning and is not used."""
     (tmp_path / "emulator").mkdir()
     (tmp_path / "emulator").chmod(0o775)  # Other users may write it.
     (tmp_path / "private").mkdir()
@@ -282,6 +285,7 @@ def test_a_cache_directory_that_cannot_be_used(monkeypatch, tmp_path):
 
 
 def test_the_digest_follows_the_sources(monkeypatch, tmp_path):
+    """Check that the digest changes with the C++ sources."""
     copy = tmp_path / "src"
     shutil.copytree(compilation._SOURCES, copy)
     cxx = compilation.compiler()
@@ -316,6 +320,7 @@ LIBRARY_DAMAGE = DAMAGE | {
 
 @pytest.mark.parametrize("damage", LIBRARY_DAMAGE.values(), ids=LIBRARY_DAMAGE)
 def test_a_damaged_library_is_built_again(compilations, damage):
+    """Check that a damaged library is compiled again, once."""
     build = compilation.build.__wrapped__
     library = build()
     good = library.read_bytes()
@@ -334,6 +339,7 @@ def test_a_failed_build_is_reported(monkeypatch, tmp_path):
 
 
 def test_two_processes_build_one_library(tmp_path):
+    """Check that two processes that start together share one build of the library."""
     source, cache = tmp_path / "src", tmp_path / "cache"
     source.mkdir()
     (source / "machine.h").write_text("#pragma once\n")
@@ -363,6 +369,7 @@ print(compilation.build())"""
 
 
 def test_a_folder_named_like_the_library_is_replaced(tmp_path):
+    """Check that a folder that has the name of the library is replaced."""
     built, library = tmp_path / "built.so", tmp_path / "library.so"
     built.write_bytes(b"code")
     (library / "inside").mkdir(parents=True)

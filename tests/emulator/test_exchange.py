@@ -11,6 +11,7 @@ LANES = np.arange(32, dtype=np.uint32)
 @pytest.mark.parametrize("mode", ["all", "any", "uni"])
 @pytest.mark.parametrize("limit", [0, 7, 32])
 def test_votes(mode, limit):
+    """Check all modes of ``vote.sync`` against their definition."""
     ptx = f""".reg .pred %p, %v; setp.lt.u32 %p, %a0, {limit};
     vote.sync.{mode}.pred %v, %p, -1; selp.b32 %out, 1, 0, %v;"""
     got = elementwise(ptx, LANES)
@@ -25,6 +26,7 @@ def test_match_all_compares_all_lanes():
 
 
 def test_redux_of_floats():
+    """Check ``redux.sync`` of floats, with and without NaN."""
     values = np.random.default_rng(1).standard_normal(32).astype(np.float32)
 
     def redux(op):
@@ -44,6 +46,7 @@ def test_elect_and_member_masks():
 
 
 def test_divergent_loop_reconverges():
+    """Check that lanes meet again after a loop with different trip counts."""
     ptx = """.reg .pred %p; .reg .b32 %i, %s; mov.b32 %i, 0; mov.b32 %s, 0;
     LOOP: setp.ge.u32 %p, %i, %a0; @%p bra DONE;
     add.u32 %i, %i, 1; add.u32 %s, %s, %i; bra LOOP;
@@ -62,6 +65,7 @@ def test_indirect_branches():
 
 
 def test_special_registers_have_their_values():
+    """Check the values of special registers in a grid of clusters."""
     names = ("ctaid.x", "laneid", "warpid", "cluster_ctarank", "nctaid.x", "lanemask_lt")
     body = "".join(f"mov.u32 %r{i}, %{name};" for i, name in enumerate(names))
     out = outcome(body, "%r0 %r1 %r2 %r3 %r4 %r5", grid=4, block=64, cluster=2)

@@ -53,6 +53,7 @@ def test_approximations_are_correctly_rounded(op, reference):
 
 
 def test_fma_of_two_packed_floats():
+    """Check that the fma of two packed floats rounds each once."""
     a, b, c = (np.random.default_rng(i).standard_normal((256, 2)).astype(np.float32)
                for i in range(3))  # fmt: skip
     packed = [v.view(np.uint64)[:, 0] for v in (a, b, c)]

@@ -80,6 +80,7 @@ def _parse(body):
 
 
 def test_scopes_hide_registers_and_labels():
+    """Check that registers and labels of an inner scope hide those of the outer scope."""
     kernel = _parse(
         ".reg .b32 %r<2>; L: { .reg .b32 %r<2>; mov.b32 %r0, 1; bra L; L: } bra L; ret;"
     ).kernels[0]

@@ -12,6 +12,7 @@ LANES = np.arange(32, dtype=np.uint32)
 
 
 def test_narrow_loads_extend_their_values():
+    """Check that 8-bit loads extend with the sign or with zeros."""
     source = np.arange(256, dtype=np.uint8)[::-8].copy()
     body = """cvt.u64.u32 %d0, %t; add.u64 %d0, %p0, %d0;
     ld.global.s8 %r0, [%d0]; ld.global.u8 %r1, [%d0];"""
@@ -21,6 +22,7 @@ def test_narrow_loads_extend_their_values():
 
 
 def test_32_bit_loads_extend_to_64_bits():
+    """Check that 32-bit loads extend to 64 bits with the sign or with zeros."""
     out = np.zeros((32, 2), np.int64)
     body = """ld.global.s32 %d0, [%p0]; ld.global.u32 %d1, [%p0]; mul.wide.u32 %d2, %t, 16;
     add.u64 %d2, %p1, %d2; st.global.b64 [%d2], %d0; st.global.b64 [%d2+8], %d1;"""
@@ -29,6 +31,7 @@ def test_32_bit_loads_extend_to_64_bits():
 
 
 def test_static_and_dynamic_shared_memory_do_not_overlap():
+    """Check that static and dynamic shared memory have different addresses."""
     body = """.shared .align 4 .b8 fixed[128]; shl.b32 %r0, %t, 2;
     mov.u32 %r1, dynamic; add.u32 %r1, %r1, %r0; mov.u32 %r2, fixed; add.u32 %r2, %r2, %r0;
     st.shared.b32 [%r1], %t; not.b32 %r3, %t; st.shared.b32 [%r2], %r3;
@@ -41,6 +44,7 @@ def test_static_and_dynamic_shared_memory_do_not_overlap():
 
 
 def test_bank_conflicts_are_counted():
+    """Check that the statistics count the wavefronts of bank conflicts."""
     body = """.shared .align 128 .b8 s[8192]; mov.u32 %r0, s; mad.lo.u32 %r1, %t, {stride}, %r0;
     st.shared.b32 [%r1], %t;"""
     run(body.format(stride=4))
@@ -51,6 +55,7 @@ def test_bank_conflicts_are_counted():
 
 
 def test_constants_and_local_memory():
+    """Check loads of constants and of local memory, also through generic addresses."""
     body = """.local .align 4 .b8 frame[16]; and.b32 %r0, %t, 3; mul.wide.u32 %d1, %r0, 4;
     mov.u64 %d0, table; add.u64 %d0, %d0, %d1; ld.const.b32 %r1, [%d0];
     mov.u64 %d2, frame; cvta.local.u64 %d2, %d2; add.u64 %d2, %d2, %d1; st.b32 [%d2], %t;
@@ -78,6 +83,7 @@ def test_constants_and_local_memory():
 )
 @pytest.mark.parametrize("space", ["global", "shared"])
 def test_atomics(op, type_name, dtype, reference, space):
+    """Check atomics and reductions against NumPy, in global and in shared memory."""
     size = np.dtype(dtype).itemsize
     values = RNG.integers(-1000, 1000, 33).astype(dtype)
     result = values[32:].copy()
@@ -98,6 +104,7 @@ def test_atomics(op, type_name, dtype, reference, space):
 
 
 def test_compare_and_swap():
+    """Check that one lane of a compare-and-swap succeeds and the other lanes see its value."""
     words = np.array([5], np.uint32)
     old = outcome("atom.global.cas.b32 %r0, [%p0], 5, 9;", "%r0", words)
     assert words[0] == 9
@@ -160,6 +167,7 @@ def test_cp_async_arrives_on_an_mbarrier():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_stmatrix_and_ldmatrix(transposed):
+    """Check that ``ldmatrix`` reads what ``stmatrix`` stored, plain and transposed."""
     trans = ".trans" if transposed else ""
     body = f"""
     .shared .align 128 .b8 s[512]; mov.u32 %r0, s; shl.b32 %r1, %t, 4; add.u32 %r2, %r0, %r1;

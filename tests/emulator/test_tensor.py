@@ -56,6 +56,7 @@ def test_a_missing_wait_for_tensor_memory_stores_gives_wrong_results():
 
 
 def test_a_missing_wait_for_the_tensor_core_fails():
+    """Check that a kernel without its wait for the tensor core fails, or has a race."""
     operands = _integers(128, 16), _integers(16, 16), torch.zeros(128, 16)
     edits = ((WAIT_FOR_MMA, ""),)
     with emulator.options(mode="chaos", seed=0), pytest.raises(emulator.EmulatorError):
@@ -73,6 +74,7 @@ def test_a_missing_wait_for_the_tensor_core_fails():
     ],
 )
 def test_stores_to_tensor_memory_have_the_layout_of_their_shape(shape, count, lane_and_column):
+    """Check that ``tcgen05.st`` stores to the lanes and columns of its shape."""
     values = [f"%r{40 + i}" for i in range(count)]
     fill = "".join(f"mad.lo.u32 {v}, %t, {count}, {i};" for i, v in enumerate(values))
     clear, got = ", ".join(["%r60"] * 8), " ".join(f"%r{70 + i}" for i in range(8))
@@ -90,6 +92,7 @@ def test_stores_to_tensor_memory_have_the_layout_of_their_shape(shape, count, la
 
 
 def test_tcgen05_cp_copies_to_all_warps():
+    """Check that ``tcgen05.cp`` copies to the lanes of all four warps."""
     source = RNG.integers(0, 1 << 32, (32, 4), dtype=np.uint64).astype(np.uint32)
     body = f"""
     .shared .align 128 .b8 s[512]; mov.u32 %r100, s; shl.b32 %r202, %t, 2;

@@ -133,6 +133,7 @@ def _store(target, box, coordinates, body=STORE, fill=FILL):
 
 @pytest.mark.parametrize("mode", ["eager", "chaos"])
 def test_stores_drop_elements_outside(mode):
+    """Check that a TMA store drops elements outside of the tensor."""
     target = aligned(np.full((12, 16), -1, np.int32))
     with emulator.options(mode=mode, races=True):
         _store(target, (8, 8), (12, 7))
@@ -183,6 +184,7 @@ def _load_zeros(array=ZEROS, tensor_map=None, tail=WAIT, **head):
 
 
 def test_a_load_outside_of_watched_memory_fails():
+    """Check that a TMA load outside of watched memory fails."""
     emulator.watch(ZEROS)
     _load_zeros()
     emulator.unwatch()
@@ -223,6 +225,7 @@ def test_invalid_tensor_maps_raise(box, swizzle, message):
 
 
 def test_a_missing_proxy_fence_fails():
+    """Check that a TMA store or load without its proxy fence fails."""
     needed_fence = "fence.proxy.async.shared::cta;"
     load = (
         EXPECT.format(bytes=256)
@@ -275,6 +278,7 @@ def test_a_ring_of_two_stores(mode):
 
 
 def test_a_missing_wait_gives_wrong_results_or_a_race():
+    """Check that a missing wait gives wrong values in chaos mode, and a data race otherwise."""
     array = aligned(np.arange(64, dtype=np.float32).reshape(8, 8))
     out = np.zeros((8, 8), np.float32)
 

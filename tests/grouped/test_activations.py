@@ -26,6 +26,7 @@ def stored(fmt, elements):
 @pytest.mark.parametrize("rows", [(40,), (3, 20)], ids=["ragged", "uniform"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_codes_and_dbias(fmt, backward, rows):
+    """Compare fused activations, their gradient and dbias with separate steps."""
     x, grad = sample(*rows, 128), sample(*rows, 64) if backward else None
     offs = offs_tensor(*OFFS) if len(rows) == 1 else None
     got, dbias = grouped.quantize(

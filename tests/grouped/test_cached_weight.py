@@ -82,6 +82,7 @@ changes = pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=C
 @pytest.mark.parametrize("single", [True, False])
 @changes
 def test_a_changed_weight_is_not_used(change, message, single):
+    """Check that later microbatches refuse a cached weight if the weight has changed."""
     layer = make_layer(single)
     x = sample(40, K)
     step(layer)
@@ -99,6 +100,7 @@ def test_a_changed_weight_is_not_used(change, message, single):
 @changes
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
 def test_inference_caches_a_weight_until_it_changes(grad_mode, change, message, single):
+    """Check that inference quantizes a weight once, and again after a change."""
     layer = make_layer(single).eval()
     x = sample(40, K)
 
@@ -121,6 +123,7 @@ def test_inference_caches_a_weight_until_it_changes(grad_mode, change, message, 
 
 
 def test_inference_caches_only_the_rowwise_copy():
+    """Check that inference caches no columnwise copy, and that training does not use its cache."""
     mlp = GroupedMLP(3, K, N, recipe=RECIPES["nvfp4"]).eval()
     x = sample(40, K)
     with torch.no_grad(), OpCounter() as counter:
@@ -135,6 +138,7 @@ def test_inference_caches_only_the_rowwise_copy():
 
 
 def test_separate_parameters_are_not_stacked_for_a_cached_weight():
+    """Check that separate parameters are not stacked again once their weight is cached."""
     layer = make_layer(single=False).eval()
     x = sample(40, K)
     with torch.no_grad():
@@ -222,6 +226,7 @@ def test_compiled_calls_see_every_change(is_first, fresh_dynamo):
 
 
 def test_traces_and_transforms_cache_nothing():
+    """Check that traces and functional transforms leave no cached weight."""
     layer, x, offs = make_layer().eval(), sample(40, K), offs_tensor(*ENDS)
     with torch.no_grad():
         graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: layer(x, offs))(x)
@@ -258,6 +263,7 @@ def test_a_captured_call_that_quantizes_a_weight_warns_once(monkeypatch):
 
 @pytest.mark.parametrize("case", ["training", "gradients", "bf16", "quantized"])
 def test_other_captured_calls_do_not_warn(case, monkeypatch):
+    """Check that captured calls that quantize no weight for inference give no warning."""
     monkeypatch.setattr(cached_weight, "is_captured", lambda weight: True)
     layer = make_layer(recipe=RECIPES["bf16"] if case == "bf16" else RECIPES["row-scaled"]).train(
         case == "training"

@@ -34,6 +34,7 @@ def with_cached_weight(layer):
 
 
 def test_data_at_another_view_of_the_storage_drops_the_cache():
+    """Check that assigning other data of the same storage invalidates the cached weight."""
     layer = make_layer()
     storage = torch.randn(GROUPS + 1, N, K).to(BF16)
     layer.weight.data = storage[:GROUPS]
@@ -53,6 +54,7 @@ def test_propagate_nonfinite_is_part_of_a_cached_weight():
 
 
 def test_a_cached_copy_holds_no_weight_and_dies_with_its_layer():
+    """Check that a cached copy does not keep its weight alive, nor outlive its layer."""
     layer = with_cached_weight(make_layer())
     old = weakref.ref(layer.weight)
     layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
@@ -66,6 +68,7 @@ def test_a_cached_copy_holds_no_weight_and_dies_with_its_layer():
 
 
 def test_a_fused_step_leaves_frozen_weights_cached():
+    """Check that a fused optimizer step keeps the cached weight of a frozen layer."""
     layer, trained = with_cached_weight(make_layer()), nn.Parameter(torch.ones(4))
     layer.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([layer.weight, trained], fused=True)
@@ -128,6 +131,7 @@ def test_main_grads_in_any_place_have_the_same_sums(layout):
 
 
 def test_a_copied_layer_has_no_hooks_of_the_original():
+    """Check that a deep copy of a layer does not call the hooks of the original."""
     calls = []
     layer = make_layer(delay_wgrad=True)
     layer.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append(1))
@@ -161,6 +165,7 @@ def test_a_wire_format_needs_scales_per_row(fmt):
 
 
 def test_a_closure_computes_gradients():
+    """Check that ``step`` enables gradients for its closure."""
     p = nn.Parameter(torch.ones(4))
     ours = optim.AdamW([p], lr=0.1)
 

@@ -75,6 +75,7 @@ def expected(model, sequences):
 
 @pytest.mark.parametrize("kind", [*NAMES])
 def test_scales_of_inputs(kind, tmp_path):
+    """Compare the calibrated input scales with those of amaxes computed in PyTorch."""
     model, source, ids = build_model(kind), tmp_path / "source", tmp_path / "ids.json"
     model.save_pretrained(source)
     sequences = [
@@ -113,6 +114,7 @@ def test_scales_of_inputs(kind, tmp_path):
 
 
 def test_the_command_calibrates_stacked_experts(tmp_path, capsys):
+    """Check that the command calibrates a checkpoint with stacked experts."""
     model, source, ids = build_model("qwen3"), tmp_path / "source", tmp_path / "ids.txt"
     model.save_pretrained(source)
     tensors = load_file(source / "model.safetensors")
@@ -171,6 +173,7 @@ def test_calibration_needs_a_layout_with_input_scales(qwen3):
 
 
 def test_the_command_reports_an_error_in_one_line(qwen3, tmp_path, capsys):
+    """Check that the command prints one line for an error and writes no files."""
     capsys.readouterr()
     arguments = [str(qwen3), str(tmp_path / "target"), "--to", "fp8_block"]
     with pytest.raises(SystemExit, match="1"):
@@ -196,6 +199,7 @@ def test_invalid_token_ids(text, message, qwen3, tmp_path):
 
 
 def test_experts_of_a_layer_that_the_model_does_not_run(qwen3):
+    """Check that experts in a layer that the model does not have are an error."""
     tensors = load_file(qwen3 / "model.safetensors")
     more = {
         n.replace("layers.1", "layers.2"): t.clone()
@@ -208,6 +212,7 @@ def test_experts_of_a_layer_that_the_model_does_not_run(qwen3):
 
 
 def test_read_ids_of_every_kind_of_file(tmp_path):
+    """Check that token ids are read from each supported type of file."""
     rows = [[1, 2, 3], [4, 5, 6]]
     array = np.array(rows, np.int32)
     np.save(tmp_path / "a.npy", array)
@@ -272,6 +277,7 @@ def test_a_missing_file_of_ids(tmp_path):
 
 
 def test_text_is_tokenized_with_the_tokenizer_of_the_folder(tmp_path):
+    """Check that text is tokenized with the tokenizer in the model's folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

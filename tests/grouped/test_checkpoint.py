@@ -45,6 +45,7 @@ def save_then_load(layout, style, stacked, folder):
 @pytest.mark.parametrize("style", EXPERT_STYLES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_save_and_load(layout, style, stacked, tmp_path):
+    """Save modules in each layout, load them, and compare the weights."""
     saved, model, report = save_then_load(layout, style, stacked, tmp_path / "a")
     if layout != "deepseek":
         assert set(report.layouts.values()) == {layout} and not report.reconciled
@@ -67,6 +68,7 @@ def test_save_and_load(layout, style, stacked, tmp_path):
     ],
 )
 def test_a_loaded_module_is_saved_with_equal_bytes(layout, style, stacked, tmp_path):
+    """Check that saving a loaded module writes the same bytes."""
     _, model, report = save_then_load(layout, style, stacked, tmp_path / "a")
     assert not report.reconciled
     checkpoint.save(model, tmp_path / "b", layout, stacked=stacked)
@@ -83,6 +85,7 @@ def test_blocks_that_span_gate_and_up_cannot_be_saved(tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_files_decode_to_the_weights_of_the_module(layout, tmp_path):
+    """Decode the saved files with NumPy, and compare with the weights of the module."""
     model = make_moe()
     checkpoint.save(make_moe(), tmp_path, layout)
     checkpoint.load(model, tmp_path)
@@ -100,6 +103,7 @@ def test_files_decode_to_the_weights_of_the_module(layout, tmp_path):
 
 
 def test_renamed_experts_and_their_input_scales(tmp_path):
+    """Check that renamed experts are loaded together with their input scales."""
     checkpoint.save(
         make_moe(), tmp_path, "modelopt", rename={"^experts": "block_sparse_moe.experts"}
     )
@@ -147,6 +151,7 @@ def test_gate_and_up_of_different_global_scales_are_reconciled(tmp_path):
 
 
 def test_blocks_that_span_gate_and_up_are_quantized_again(tmp_path):
+    """Check that blocks that span gate and up weights are quantized again, with a small error."""
     model = make_moe(inner=96)
     with torch.no_grad():
         model.experts.gate_up.weight[:, 96:] *= 3.3
@@ -185,6 +190,7 @@ def write_mxfp4(model, blocks, exponents, folder):
 
 @pytest.mark.parametrize("span", [0, 5, 17])
 def test_mxfp4_is_loaded_as_nvfp4(span, tmp_path):
+    """Check that loading MXFP4 as NVFP4 is exact if the exponents are close enough."""
     blocks, exponents = random_mxfp4(span)
     model = make_moe("gpt-oss")
     write_mxfp4(model, blocks, exponents, tmp_path)
@@ -196,6 +202,7 @@ def test_mxfp4_is_loaded_as_nvfp4(span, tmp_path):
 
 @pytest.mark.parametrize("span", [18, 30])
 def test_mxfp4_without_an_exact_nvfp4_is_refused(span, tmp_path):
+    """Check that MXFP4 whose exponents differ too much for NVFP4 is refused."""
     model = make_moe("gpt-oss")
     write_mxfp4(model, *random_mxfp4(span), tmp_path)
     message = rf"more than 2\^17 below .* {span - 17} powers of two too large"
@@ -238,6 +245,7 @@ def test_load_needs_stacked_parameters(sharded_folder):
 
 
 def test_load_into_more_experts(sharded_folder):
+    """Check that a checkpoint with too few experts is refused, and that the module is unchanged."""
     larger = MoE(HIDDEN, INNER, EXPERTS + 1, 2, dtype=BF16)
     before = larger.router.weight.clone()
     message = r"lacks experts.3.gate_proj.weight, .* and has, beyond"
@@ -253,6 +261,7 @@ def test_load_into_another_width(sharded_folder):
 
 
 def test_unexpected_tensors_are_errors_unless_not_strict(sharded_folder):
+    """Check that unexpected tensors raise, or are reported with ``strict=False``."""
     mlp, rename = GroupedMLP(EXPERTS, HIDDEN, INNER), {"^": "experts"}
     with pytest.raises(KeyError, match="beyond the module, router"):
         checkpoint.load(mlp, sharded_folder, rename=rename)
@@ -267,6 +276,8 @@ def test_a_missing_file_is_named(sharded_folder):
 
 
 def test_single_experts_and_tied_weights(tmp_path):
+    """Check that layers with one expert and tied weights survive saving and loading."""
+
     def model():
         a, b = (GroupedMLP(1, HIDDEN, INNER, dtype=BF16) for _ in range(2))
         b.down.weight = a.down.weight
@@ -299,6 +310,7 @@ WRONG = {
 
 @pytest.mark.parametrize("fault", [*WRONG])
 def test_wrong_tensors_are_refused(fault, tmp_path):
+    """Check that each kind of wrong tensor is refused with its message."""
     change, message = WRONG[fault]
     checkpoint.save(make_moe(), tmp_path, "deepseek")
     tensors = files_of(tmp_path)
@@ -336,6 +348,7 @@ def test_an_index_needs_a_weight_map(index, sharded_folder):
 
 
 def test_an_index_must_not_point_outside_of_its_folder(index, sharded_folder):
+    """Check that an index that names a file outside of its folder is refused."""
     path, files = index
     outside = f"../{sharded_folder.name}/{min(files.values())}"
     path.write_text(json.dumps({"weight_map": {"x": outside}}))
@@ -343,6 +356,7 @@ def test_an_index_must_not_point_outside_of_its_folder(index, sharded_folder):
 
 
 def test_an_index_must_point_to_the_right_files(index, sharded_folder):
+    """Check that an index that names the wrong file for a tensor is refused."""
     path, files = index
     file = max(files.values())
     path.write_text(json.dumps({"weight_map": dict.fromkeys(files, file)}))
@@ -350,6 +364,7 @@ def test_an_index_must_point_to_the_right_files(index, sharded_folder):
 
 
 def test_two_files_must_not_have_one_tensor(index, sharded_folder):
+    """Check that a tensor that is in two files is refused."""
     path, files = index
     path.unlink()
     file = min(files.values())
@@ -358,6 +373,7 @@ def test_two_files_must_not_have_one_tensor(index, sharded_folder):
 
 
 def test_a_truncated_file_is_refused(index, sharded_folder):
+    """Check that a file that ends too early is refused."""
     path, files = index
     path.unlink()
     file = sharded_folder / min(files.values())
@@ -374,6 +390,7 @@ def test_save_must_not_rename_two_tensors_to_one(tmp_path):
 
 
 def test_save_refuses_an_amax_without_a_global_scale(tmp_path):
+    """Check that saving refuses an amax whose global scale is not representable."""
     model = make_moe().float()
     with torch.no_grad():
         model.experts.down.weight.mul_(1e-37)
@@ -383,6 +400,7 @@ def test_save_refuses_an_amax_without_a_global_scale(tmp_path):
 
 
 def test_save_holds_at_most_a_shard(tmp_path, monkeypatch):
+    """Check that saving holds at most one shard in memory."""
     sizes = []
 
     def save(tensors, path, metadata):
@@ -399,6 +417,7 @@ def test_save_holds_at_most_a_shard(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_quantized_weights_of_other_layers_are_decoded(layout, tmp_path):
+    """Check that quantized weights outside of experts are decoded."""
     model, record = make_moe(), checkpoint.LAYOUTS[layout]
     checkpoint.save(model, tmp_path / "a", layout)
     router = quantize_weight(torch.randn(EXPERTS, HIDDEN).bfloat16()[None], record.fmt).expert(0)
@@ -419,6 +438,8 @@ def test_load_refuses_a_module_on_the_meta_device(layout, tmp_path):
 
 
 def test_transposed_experts_are_all_quantized_or_all_plain(tmp_path):
+    """Check that transposed experts with only some quantized weights are refused."""
+
     def experts():
         """Return a module with transposed experts, as transformers has them for gpt-oss."""
         module = torch.nn.Module()

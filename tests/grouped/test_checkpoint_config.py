@@ -53,6 +53,7 @@ def scales(suffix, experts=EXPERTS):
 
 
 def test_modelopt_says_that_activations_are_quantized_only_if_all_scales_are_there(tmp_path):
+    """Check that ModelOpt's config has quantized activations only if all input scales are there."""
     module = Block()
     checkpoint.save(module, tmp_path / "none", "modelopt")
     with pytest.warns(
@@ -92,6 +93,7 @@ def test_modelopt_says_that_activations_are_quantized_only_if_all_scales_are_the
 
 
 def test_compressed_tensors_matches_its_config_with_its_own_code(tmp_path):
+    """Check with compressed-tensors itself that its config matches the saved modules."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.quant_scheme import NVFP4, NVFP4A16
@@ -133,6 +135,7 @@ def test_compressed_tensors_matches_its_config_with_its_own_code(tmp_path):
 
 
 def test_stacked_experts_are_targets_by_name(tmp_path):
+    """Check that the config names stacked experts as targets."""
     checkpoint.save(Block(), tmp_path / "a", "compressed-tensors", stacked=True)
     assert read_config(tmp_path / "a")["config_groups"]["group_0"]["targets"] == [
         "model.mlp.experts"
@@ -147,6 +150,7 @@ def test_stacked_experts_are_targets_by_name(tmp_path):
 
 
 def test_the_configs_of_transformers_know_what_stays_plain(tmp_path):
+    """Check that the config classes of transformers find the modules that stay plain."""
     pytest.importorskip("transformers")
     from transformers import CompressedTensorsConfig, FineGrainedFP8Config
 
@@ -189,6 +193,7 @@ def test_the_config_of_a_model_names_its_class_and_dtype(tmp_path):
 
 
 def test_convert_excludes_a_tied_head_and_drops_what_was_said_before(tmp_path):
+    """Check that the converter excludes a tied head and removes older quantization configs."""
     source = tmp_path / "source"
     source.mkdir()
     tensors = {
@@ -214,6 +219,7 @@ def test_convert_excludes_a_tied_head_and_drops_what_was_said_before(tmp_path):
 
 
 def test_a_promise_without_its_tensor_is_refused(tmp_path):
+    """Check that a config for tensors that were not written is refused."""
     layout, weights = LAYOUTS["modelopt"], [QuantizedWeight("experts.0.down_proj", False)]
     names = {f"experts.0.down_proj{suffix}" for suffix in layout.suffixes}
     config_files({}, layout, weights, ["router"], names)
@@ -253,6 +259,7 @@ def test_a_config_that_json_cannot_hold_is_refused_first(config, message, tmp_pa
 
 
 def test_other_weights_must_be_plain(tmp_path):
+    """Check that saving and converting refuse weights of other layers that are not plain."""
     module, source = Block(), tmp_path / "source"
     module.model.q_proj.weight = torch.nn.Parameter(
         torch.ones(64, 64).to(torch.float8_e4m3fn), requires_grad=False
@@ -281,6 +288,7 @@ def test_other_weights_must_be_plain(tmp_path):
 
 
 def test_input_scales_have_the_names_and_values_of_the_layout(tmp_path):
+    """Check that input scales with wrong names or values are refused."""
     module, projection = Block(), "model.mlp.experts.0.down_proj"
     for layout, input_scales, message in (
         (
@@ -461,6 +469,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", [*PUBLISHED])
 def test_configs_of_published_models_pass(name, tmp_path):
+    """Check that the quantization configs of published models are accepted."""
     config = PUBLISHED[name]
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "x", "quantization_config": config})
@@ -584,6 +593,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", [*REFUSED])
 def test_what_load_does_not_do_is_refused(name, tmp_path):
+    """Check that each unsupported quantization config is refused with its message."""
     config, message = REFUSED[name]
     module = MoE(64, 64, EXPERTS, 1, dtype=BF16)
     before = module.router.weight.clone()
@@ -601,6 +611,7 @@ def test_what_load_does_not_do_is_refused(name, tmp_path):
 
 
 def test_the_older_file_of_modelopt_is_read_too(tmp_path):
+    """Check that ModelOpt's older ``hf_quant_config.json`` is checked, too."""
     checkpoint.save(MoE(64, 64, EXPERTS, 1, dtype=BF16), tmp_path, "modelopt")
     path = tmp_path / "hf_quant_config.json"
     for content, message in (

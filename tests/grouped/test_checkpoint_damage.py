@@ -139,6 +139,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("fault", [*NUMBERS])
 def test_invalid_scales(fault, tmp_path):
+    """Check that each kind of invalid scale is refused."""
     layout, stacked, change, message = NUMBERS[fault]
     tensors = save_layers(tmp_path / "a", layout, stacked)
     change(tensors)
@@ -155,6 +156,7 @@ def test_invalid_scales(fault, tmp_path):
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors", "deepseek"])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_an_expert_of_zeros_has_a_scale_of_zero(layout, stacked, tmp_path):
+    """Check that an expert of zeros is saved with a scale of zero and loaded again."""
     model = make_layers()
     with torch.no_grad():
         model.layers[1].experts.down.weight[1] = 0
@@ -197,6 +199,7 @@ def test_blocks_of_zeros_have_a_scale_of_zero(tmp_path):
 
 
 def test_quantized_weights_of_other_layers_are_checked(tmp_path):
+    """Check that invalid scales of quantized weights outside of experts are refused."""
     tensors = save_layers(tmp_path / "a", "modelopt")
     router = quantize_weight(torch.randn(1, EXPERTS, HIDDEN).bfloat16(), grouped.NVFP4()).expert(0)
     del tensors["layers.1.router.weight"]
@@ -286,6 +289,7 @@ HEADERS = {
 
 @pytest.mark.parametrize("fault", [*HEADERS])
 def test_headers_are_checked_before_anything_is_loaded(fault, tmp_path):
+    """Check that wrong shapes and dtypes are refused before the module changes."""
     layout, stacked, change, message = HEADERS[fault]
     tensors = save_layers(tmp_path / "a", layout, stacked)
     change(tensors)
@@ -321,6 +325,7 @@ WRONG_PLAIN_TENSORS = {
     ("change", "message"), WRONG_PLAIN_TENSORS.values(), ids=WRONG_PLAIN_TENSORS
 )
 def test_plain_experts_are_checked(change, message, tmp_path):
+    """Check that plain experts with wrong shapes or dtypes are refused."""
     _, tensors = plain_layer()
     checkpoint.load(make_layers(1, 1), write_folder(tensors, tmp_path / "a"))
     path = write_folder(tensors | {PLAIN_NAME: change(tensors[PLAIN_NAME])}, tmp_path / "b")
@@ -328,6 +333,7 @@ def test_plain_experts_are_checked(change, message, tmp_path):
 
 
 def test_a_complex_tensor_does_not_load_into_fp64(tmp_path):
+    """Check that a complex tensor is refused for a module in fp64."""
     _, tensors = plain_layer()
     wrong = {PLAIN_NAME: tensors[PLAIN_NAME].to(torch.complex64)}
     path = write_folder(tensors | wrong, tmp_path / "b")
@@ -362,6 +368,7 @@ def gpt_oss():
 
 
 def test_mxfp4_scales_may_be_e8m0(gpt_oss, tmp_path):
+    """Check that MXFP4 scales load as uint8 and as E8M0."""
     model, tensors = gpt_oss
     checkpoint.load(model, write_folder(tensors, tmp_path / "a"))
     want = model.experts.down.weight.dequantize()
@@ -378,6 +385,7 @@ def test_mxfp4_scales_may_be_e8m0(gpt_oss, tmp_path):
     ],
 )
 def test_mxfp4_exponents(exponent, message, gpt_oss, tmp_path):
+    """Check that MXFP4 exponents that are NaN or too large are refused."""
     model, tensors = gpt_oss
     checkpoint.load(model, write_folder(tensors, tmp_path / "a"))
     want = model.experts.down.weight.dequantize()
@@ -436,6 +444,7 @@ def raw_file(path, entries, data, length=None):
     ids=str,
 )
 def test_damaged_headers(header, tmp_path):
+    """Check that damaged safetensors headers are refused."""
     raw_file(tmp_path / "model.safetensors", header, bytes(16))
     assert_refused(
         make_layers(1), tmp_path, ValueError, "model.safetensors is no whole safetensors file"

@@ -79,6 +79,7 @@ def test_a_compressed_tensors_config_of_square_blocks(tmp_path):
 
 
 def test_fp64_scales_that_fp32_does_not_hold_are_refused(tmp_path):
+    """Check that fp64 scales are refused if fp32 cannot represent them."""
     tensors = save_layers(tmp_path / "a", "deepseek")
     name = f"{LAST}.weight_scale_inv"
     wrong = {name: torch.full((1, 1), 1 + 2.0**-40, dtype=F64)}
@@ -87,6 +88,7 @@ def test_fp64_scales_that_fp32_does_not_hold_are_refused(tmp_path):
 
 
 def test_fp32_scales_that_e4m3_holds_are_loaded(tmp_path):
+    """Check that fp32 scales are loaded if E4M3 represents them exactly."""
     tensors = save_layers(tmp_path / "a", "modelopt")
     wide = {n: t.float() for n, t in tensors.items() if n.endswith("weight_scale")}
     got, want = make_layers(1), make_layers(2)
@@ -96,6 +98,7 @@ def test_fp32_scales_that_e4m3_holds_are_loaded(tmp_path):
 
 
 def test_fp32_scales_that_e4m3_does_not_hold_are_refused(tmp_path):
+    """Check that fp32 scales are refused if E4M3 cannot represent them."""
     tensors = save_layers(tmp_path / "a", "modelopt")
     name = f"{LAST}.weight_scale"
     tensors[name] = tensors[name].float()
@@ -198,6 +201,7 @@ def with_extra_tensors(tmp_path):
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_extra_tensors_of_exporters(strict, with_extra_tensors):
+    """Check that known extra tensors of exporters are reported and not unexpected."""
     report = checkpoint.load(make_layers(1), with_extra_tensors, strict=strict)
     assert not report.unexpected
     for name, attribute in EXTRA_TENSORS.items():
@@ -248,6 +252,7 @@ result_changing = pytest.mark.parametrize(
 @result_changing
 @pytest.mark.parametrize("stacked", [False, True])
 def test_tensors_that_change_results_are_refused(name, neutral, stacked, tmp_path):
+    """Check that extra tensors that would change the results are refused."""
     tensors = save_layers(tmp_path / "a", "modelopt", stacked)
     name, t = result_changing_tensor(name, stacked, 1.0 if neutral is None else neutral)
     t[3] = 1.5
@@ -266,6 +271,7 @@ def test_tensors_that_change_results_are_refused(name, neutral, stacked, tmp_pat
 )
 @pytest.mark.parametrize("stacked", [False, True])
 def test_neutral_values_of_such_tensors_are_ignored(name, neutral, stacked, tmp_path):
+    """Check that such tensors are ignored if their values change nothing."""
     tensors = save_layers(tmp_path / "a", "modelopt", stacked)
     name, t = result_changing_tensor(name, stacked, neutral)
     path = write_folder(tensors | {name: t}, tmp_path / "b")
@@ -292,6 +298,7 @@ def write_tied(names, folder):
 
 @pytest.mark.parametrize("names", [["embed"], ["lm_head"], ["embed", "lm_head"]], ids=" ".join)
 def test_a_tied_head(names, tmp_path):
+    """Check that a tied embedding and head load from either name or from both."""
     values, path = write_tied(names, tmp_path)
     model = Tied()
     report = checkpoint.load(model, path)

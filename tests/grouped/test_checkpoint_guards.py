@@ -26,6 +26,7 @@ class Model(nn.Module):
 
 
 def test_views_and_strides_are_written_as_whole_tensors(tmp_path):
+    """Check that views and strided tensors are saved whole and loaded in place."""
     model = Model()
     checkpoint.save(model, tmp_path, "deepseek")
     tensors = load_file(tmp_path / "model.safetensors")
@@ -42,6 +43,7 @@ def test_views_and_strides_are_written_as_whole_tensors(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=["float16", "bfloat16"])
 def test_quantized_weights_decode_to_the_dtype_of_the_module(dtype, tmp_path):
+    """Check that plain tensors load in the dtype of the module."""
     checkpoint.save(Model().moe, tmp_path, "deepseek")
     loaded = Model().moe.to(dtype)
     checkpoint.load(loaded, tmp_path)
@@ -49,6 +51,7 @@ def test_quantized_weights_decode_to_the_dtype_of_the_module(dtype, tmp_path):
 
 
 def test_a_tensor_that_would_be_broadcast_is_refused(tmp_path):
+    """Check that a tensor that broadcasting would fit is refused."""
     model, folder = Model().moe, tmp_path / "wrong"
     checkpoint.save(model, tmp_path, "deepseek")
     tensors = load_file(tmp_path / "model.safetensors")
@@ -74,6 +77,7 @@ class Transposed(nn.Module):
 
 
 def test_weights_that_replace_transposed_ones_say_so(tmp_path):
+    """Check that loaded weights of transposed experts clear ``is_transposed``."""
     plain, loaded = Transposed(), Transposed()
     checkpoint.save(plain, tmp_path, "modelopt")
     checkpoint.load(loaded, tmp_path)

@@ -53,6 +53,7 @@ def plain_folder(tmp_path):
 
 
 def test_an_optimizer_of_replaced_parameters_raises(quantized_folder, plain_folder):
+    """Check that an optimizer raises if loading replaced its parameters."""
     model = make_moe(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpoint.load(model, plain_folder)
@@ -77,6 +78,7 @@ def adamw(parameters):
 
 
 def test_masters_of_old_values_raise(plain_folder):
+    """Check that fp32 masters raise if loading wrote their parameters."""
     model = make_moe(1)
     optimizer = adamw(model.parameters())
     train_step(model, optimizer)
@@ -90,6 +92,7 @@ def test_masters_of_old_values_raise(plain_folder):
 
 @pytest.mark.parametrize("name", ["router", "experts"])
 def test_masters_of_some_old_values_raise(name, plain_folder):
+    """Check that masters of some of the written parameters raise, too."""
     model = make_moe(1)
     optimizer = adamw(getattr(model, name).parameters())
     train_step(model, optimizer)
@@ -151,6 +154,7 @@ def test_wrappers_of_experts_are_not_experts():
 
 
 def test_parameters_of_bitsandbytes(quantized_folder, plain_folder):
+    """Check that parameters of bitsandbytes are refused."""
     model = make_moe(1)
     theirs = type("Params4bit", (nn.Parameter,), {})
     model.experts.down.weight = theirs(model.experts.down.weight.detach())
@@ -161,6 +165,7 @@ def test_parameters_of_bitsandbytes(quantized_folder, plain_folder):
 
 
 def test_offloaded_parameters(quantized_folder, plain_folder):
+    """Check that parameters that accelerate offloads are refused and unchanged."""
     accelerate = pytest.importorskip("accelerate")
     model = accelerate.cpu_offload(make_moe(1))
     before = [(p, p.device) for p in model.parameters()]
@@ -205,6 +210,7 @@ def make_qwen3():
 
 
 def test_prepared_experts_of_transformers_are_loaded_over(make_qwen3, tmp_path):
+    """Check that a checkpoint loads into experts that ``prepare`` has quantized."""
     from grouped.integrations.transformers import prepare
 
     source, want, prepared = make_qwen3(), make_qwen3(), make_qwen3()
@@ -218,6 +224,7 @@ def test_prepared_experts_of_transformers_are_loaded_over(make_qwen3, tmp_path):
 
 
 def test_experts_with_a_peft_adapter_keep_their_weight(make_qwen3, tmp_path):
+    """Check that experts with a PEFT adapter are refused and keep their weight."""
     peft = pytest.importorskip("peft")
     checkpoint.save(make_qwen3(), tmp_path, "modelopt")
     targets = peft.LoraConfig(
@@ -285,6 +292,7 @@ def test_fsdp1_is_refused(mesh, quantized_folder):
 
 @pytest.mark.distributed
 def test_shared_dtensors_are_not_replaced(mesh, quantized_folder):
+    """Check that DTensors that modules share are refused and unchanged."""
     model = nn.ModuleDict(dict(make_moe(1).named_children()))
     experts = model.experts
     for layer in (experts.gate_up, experts.down):
@@ -343,6 +351,7 @@ def two_by_two():
     ],
 )
 def test_local_rows_of_a_mesh(placements, rows, two_by_two):
+    """Check which rows of a DTensor ``local_rows`` finds on a two-dimensional mesh."""
     weight = torch.arange(8.0)[:, None, None].expand(8, 2, 2).contiguous()
     p = distribute_tensor(weight, two_by_two, placements, src_data_rank=None)
     assert local_rows(p) == rows
@@ -370,6 +379,7 @@ def test_local_rows_of_an_uneven_shard(two_by_two):
 
 
 def test_trained_quantized_weights_are_not_replaced(quantized_folder, plain_folder):
+    """Check that quantized weights that require gradients are not replaced."""
     model = make_moe(1)
     grouped.prepare(model, grouped.NVFP4(), trainable=True)
     before = {name: (p, p._version) for name, p in model.named_parameters()}

@@ -63,6 +63,7 @@ def compare(quantize, dequantize, layout, tmp_path):
 
 
 def test_compressed_tensors(tmp_path):
+    """Compare codes and scales with the compressor of compressed-tensors."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationScheme
@@ -90,6 +91,7 @@ def test_compressed_tensors(tmp_path):
 
 
 def test_modelopt(tmp_path):
+    """Compare codes and scales with ModelOpt's quantizer."""
     modelopt = pytest.importorskip("modelopt.torch.quantization.qtensor")
 
     def quantize(t, amax):
@@ -109,6 +111,7 @@ def test_modelopt(tmp_path):
 
 
 def test_experts_of_transformers(tmp_path):
+    """Check that transformers loads saved experts with the same results."""
     pytest.importorskip("transformers")
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -44,6 +44,7 @@ def source_in(folder):
 
 
 def test_the_second_writer_is_refused_at_once(tmp_path):
+    """Check that a second writer to a folder is refused."""
     folder, source = tmp_path / "a", source_in(tmp_path / "source")
     with files.Writer(folder, 1000) as writer:
         writer.add("x", torch.ones(2))
@@ -69,6 +70,7 @@ def test_the_second_writer_is_refused_at_once(tmp_path):
 
 
 def test_one_of_many_writers_wins_and_its_checkpoint_is_whole(tmp_path):
+    """Check that exactly one of four concurrent writers succeeds, and that its files are whole."""
     start, errors = threading.Barrier(4), []
 
     def write(value):
@@ -98,6 +100,7 @@ def test_one_of_many_writers_wins_and_its_checkpoint_is_whole(tmp_path):
 
 
 def test_a_writer_that_fails_removes_its_own_files_and_no_others(tmp_path):
+    """Check that a writer that fails removes only its own files."""
     for name in ("notes.txt", "shard-0.1-abc.partial"):
         (tmp_path / name).write_text("mine")
     before = sorted(tmp_path.iterdir())
@@ -112,6 +115,7 @@ def test_a_writer_that_fails_removes_its_own_files_and_no_others(tmp_path):
 
 
 def test_what_a_crashed_writer_left_is_named(tmp_path):
+    """Check that the error names the files of a writer that crashed."""
     crash = "import os, sys, torch\nfrom grouped.checkpoint import files\n"
     crash += "w = files.Writer(sys.argv[1], 8); w.add('a', torch.ones(2)); w.add('b', torch.ones(2)); os._exit(1)"  # noqa: E501
     assert (
@@ -132,6 +136,8 @@ def test_what_a_crashed_writer_left_is_named(tmp_path):
 
 
 def test_nothing_loads_before_the_last_file_has_its_name(tmp_path, monkeypatch):
+    """Check that a folder cannot be loaded before its last file has its final name."""
+
     def watched(name):
         """Record the calls of a method of Path, during which nothing loads."""
         move, targets = getattr(Path, name), []
@@ -156,6 +162,7 @@ def test_nothing_loads_before_the_last_file_has_its_name(tmp_path, monkeypatch):
 
 
 def test_a_claim_that_was_removed_is_noticed(tmp_path):
+    """Check that a writer raises if another process removed its claim."""
     with (
         pytest.raises(FileExistsError, match=f"{files.CLAIM} was removed or replaced"),
         files.Writer(tmp_path, 8) as writer,
@@ -198,6 +205,7 @@ def test_shard_bytes_is_a_positive_integer(value, tmp_path):
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
+    """Check that a full disk gives a one-line error."""
     source = source_in(tmp_path / "source")
 
     def full(tensors, path, metadata):
@@ -243,6 +251,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
     ids=["json", "list", "missing", "damaged"],
 )
 def test_faults_of_the_source_are_one_line(change, message, tmp_path, capsys):
+    """Check that each fault of the source gives a one-line error and no output."""
     source = source_in(tmp_path / "source")
     change(source)
     with pytest.raises(SystemExit, match="1"):
@@ -269,6 +278,7 @@ def test_options_that_fail_later_fail_at_once(more, message, tmp_path, capsys):
 
 
 def test_other_files_are_copied_before_the_folder_is_finished(tmp_path):
+    """Check that the converter copies other files before it finishes the folder."""
     source = source_in(tmp_path / "source")
     for name in ("tokenizer.json", "hf_quant_config.json", files.CLAIM + ".txt"):
         (source / name).write_text("{}")

@@ -77,6 +77,7 @@ CASES += [(linear, "nvfp4", True), (linear, "bf16", False), (linear, "delayed", 
 
 @pytest.mark.parametrize(("make", "name", "single"), CASES)
 def test_training_with_changing_token_counts(make, name, single):
+    """Check that training compiles once for changing numbers of tokens, with the eager bits."""
     module = make(TRAINED[name], single_parameter=single)
     twin, (function, frames) = copy.deepcopy(module), compiled(module)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -101,6 +102,7 @@ def test_inductor():
 
 
 def test_host_boundaries():
+    """Check that compiled layers take end rows from the host and check them."""
     module = linear(RECIPES["nvfp4"])
     function, frames = compiled(module)
     for ends in ([13, 20, 35], [14, 21, 36], [2, 30, 40], [17, 17, 39]):
@@ -115,6 +117,7 @@ def test_host_boundaries():
 
 
 def test_microbatches_with_a_cached_weight():
+    """Check that compiled layers reuse a cached weight for later microbatches."""
     module = linear(RECIPES["row-scaled"])
     function, _ = compiled(module)
     offs = boundaries(40)
@@ -128,6 +131,7 @@ def test_microbatches_with_a_cached_weight():
 
 
 def test_a_quantized_weight_that_is_trained():
+    """Check that training a quantized weight compiles once."""
     module = linear(RECIPES["row-scaled"])
     module.weight = parameter()
     function, frames = compiled(module)
@@ -153,6 +157,8 @@ every_format = pytest.mark.parametrize(
 
 @every_format
 def test_functions_that_return_grouped_tensors(fmt):
+    """Check that compiled functions return GroupedTensors and accept them."""
+
     def quantize(x, grad, offs):
         """Return a GroupedTensor, and the decoded results of all forms of quantize."""
         xq, dbias = grouped.quantize(x, fmt, offs=offs, columnwise=True, dbias=True)
@@ -174,6 +180,8 @@ def test_functions_that_return_grouped_tensors(fmt):
 
 
 def test_products_into_out():
+    """Check that compiled products write to ``out`` and accumulate."""
+
     def accumulate(dyq, xq, wq, main_grad, y):
         grouped.grouped_gemm(dyq, xq, out=main_grad, accumulate=True)
         return grouped.grouped_gemm(xq, wq, out=y), main_grad * 2
@@ -195,6 +203,8 @@ def test_products_into_out():
 
 @pytest.mark.parametrize("is_quantized", [False, True])
 def test_gradients_of_grouped_gemm_of_plain_rows(is_quantized):
+    """Compare compiled and eager gradients of ``grouped_gemm``."""
+
     def loss(x, bias, w, offs):
         return grouped.grouped_gemm(x, w, offs=offs, bias=bias, out_dtype=F32).square().sum()
 
@@ -211,6 +221,8 @@ def test_gradients_of_grouped_gemm_of_plain_rows(is_quantized):
 
 @every_format
 def test_quantize_into_out(fmt):
+    """Check that compiled code quantizes into an existing tensor."""
+
     def requantize(x, offs, out):
         return grouped.quantize(x, fmt, offs=offs, columnwise=True, out=out).dequantize()
 
@@ -224,6 +236,8 @@ def test_quantize_into_out(fmt):
 
 @every_format
 def test_in_place_updates_inside_the_graph(fmt):
+    """Check that compiled in-place updates have the eager bits."""
+
     def update(p, grad):
         with torch.no_grad():
             p.add_(grad, alpha=-0.5)

@@ -81,6 +81,7 @@ def test_convert_refuses_quantized_weights(to, stacked, tmp_path):
 @pytest.mark.parametrize("shared", ["shared_experts", "shared_expert"])
 @pytest.mark.parametrize("layout", ["modelopt", "deepseek"])
 def test_convert_leaves_shared_experts_plain(shared, layout, tmp_path):
+    """Check that the converter leaves shared experts plain."""
     names = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
     plain = {
         f"mlp.{shared}.{name}.weight": torch.randn(shape).bfloat16()
@@ -101,6 +102,7 @@ def test_convert_leaves_shared_experts_plain(shared, layout, tmp_path):
 
 
 def test_convert_checks_if_experts_are_transposed(tmp_path):
+    """Check that the converter refuses transposed experts unless ``transposed`` is given."""
     gate_up, down = (
         torch.randn(2, 64, 96).bfloat16(),
         torch.randn(2, 48, 64).bfloat16(),

@@ -168,6 +168,7 @@ def test_training_is_the_composition(single, algorithm):
 
 
 def test_no_grad_and_eval_leave_the_state():
+    """Check that ``no_grad`` and ``eval`` leave the delayed scaling state unchanged."""
     layer, [*_, (x, dy)] = trained()
     before = state_of(layer)
     with torch.no_grad():
@@ -181,6 +182,7 @@ def test_no_grad_and_eval_leave_the_state():
 
 
 def test_no_grad_quantizes_with_the_scales_of_the_state():
+    """Check that a call under ``no_grad`` quantizes with the scales of the state."""
     layer, [*_, (x, _)] = trained()
     with torch.no_grad():
         y = layer(x, OFFS)
@@ -191,6 +193,7 @@ def test_no_grad_quantizes_with_the_scales_of_the_state():
 
 
 def test_a_backward_pass_has_the_scale_of_its_forward():
+    """Check that a backward pass uses the scale of its forward pass, despite a later update."""
     layer, data = trained()
     want = run(copy.deepcopy(layer), *data[0])
     leaf = data[0][0].clone().requires_grad_()
@@ -212,6 +215,7 @@ def test_a_call_without_its_backward_pass_records_no_amax():
 
 
 def test_a_frozen_layer_records_amaxes_in_its_forward_pass():
+    """Check that a frozen layer records the amaxes of input and weight, but not of the gradient."""
     layer, x, _ = with_data()
     layer.requires_grad_(False)
     layer(x, OFFS)
@@ -220,6 +224,7 @@ def test_a_frozen_layer_records_amaxes_in_its_forward_pass():
 
 
 def test_a_frozen_layer_with_a_gradient_of_x_records_all_amaxes():
+    """Check that a frozen layer records all amaxes if x requires a gradient."""
     layer, x, dy = with_data()
     layer.requires_grad_(False)
     layer(x.clone().requires_grad_(), OFFS).backward(dy)
@@ -237,6 +242,7 @@ def test_a_gradient_of_the_bias_alone_records_no_amax_of_the_output_gradient():
 
 
 def test_weights_cached_in_eval_follow_their_scale():
+    """Check that a weight cached in ``eval`` is quantized again if its scale changes."""
     layer, [*_, (x, dy)] = trained()
     layer.eval()
     with torch.no_grad():
@@ -252,6 +258,7 @@ def test_weights_cached_in_eval_follow_their_scale():
 
 
 def test_a_quantized_weight_has_its_own_scales():
+    """Check that a quantized weight keeps its own scales and records no amax."""
     layer, x, dy = with_data()
     scale = torch.tensor([100.0, 200.0, 300.0])
     q = grouped.quantize(layer.weight, RECIPE.weight, columnwise=True, scale=scale)
@@ -268,6 +275,7 @@ def test_a_quantized_weight_has_its_own_scales():
 
 
 def test_delayed_scaling_update_of_a_quantized_weight():
+    """Check that ``delayed_scaling_update`` takes the amax of a quantized weight."""
     layer = make_layer()
     scale = torch.tensor([100.0, 200.0, 300.0])
     q = grouped.quantize(layer.weight, RECIPE.weight, columnwise=True, scale=scale)
@@ -317,6 +325,7 @@ def test_reentrant_recomputation_raises():
 
 
 def test_state_is_copied_saved_and_loaded():
+    """Check that copies and both parameter layouts exchange the state."""
     layer, data = trained()
     discrete = make_layer(single_parameter=False)
     discrete.load_state_dict(layer.state_dict())
@@ -333,6 +342,7 @@ def test_state_is_copied_saved_and_loaded():
 
 
 def test_state_dict_keys_and_shapes():
+    """Check the names and shapes of the state in ``state_dict``."""
     layer = make_layer()
     keys = {k: tuple(v.shape) for k, v in state_of(layer).items()}
     assert keys == {
@@ -345,6 +355,7 @@ def test_state_dict_keys_and_shapes():
 
 
 def test_casts_leave_the_state_in_fp32():
+    """Check that casting a layer leaves the state in fp32."""
     layer, _ = trained()
     before = state_of(layer)
     layer.half()
@@ -353,6 +364,7 @@ def test_casts_leave_the_state_in_fp32():
 
 
 def test_reset_parameters_resets_the_state_of_a_layer_that_was_on_meta():
+    """Check that ``reset_parameters`` resets the state after ``to_empty``."""
     layer, _ = trained()
     layer.to("meta")
     assert all(t.is_meta and t.dtype == F32 for t in layer.scaling.buffers())
@@ -368,6 +380,7 @@ def test_reset_returns_to_the_initial_state():
 
 
 def test_the_functional_form_takes_the_state():
+    """Compare ``grouped.linear`` with a scaling state to the module."""
     layer, data = make_layer(), step_data(3)
     scaling = DelayedScaling(RECIPE, G)
     weight, bias = (p.detach().clone().requires_grad_() for p in layer.parameters())
@@ -409,6 +422,7 @@ def test_a_layer_made_with_another_recipe_has_no_state():
 
 
 def test_transforms_take_an_evaluated_layer():
+    """Check that ``torch.func`` works in ``eval`` and is refused in training."""
     layer, x, dy = with_data()
     for _ in range(2):
         run(layer, x, dy)
@@ -429,6 +443,7 @@ def test_transforms_take_an_evaluated_layer():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nonfinite_inputs_reach_the_output_and_no_scale(value):
+    """Check that NaN and infinity reach the output, and that the scales stay finite."""
     layer, (x, dy) = make_layer(recipes.FP8Delayed(history_length=4)), step_data(1)[0]
     finite = x.clone()
     finite[20, 3] = 0
@@ -445,6 +460,7 @@ def test_nonfinite_inputs_reach_the_output_and_no_scale(value):
 
 @pytest.mark.parametrize("recipe", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
 def test_the_state_is_unchanged_under_another_recipe(recipe):
+    """Check that another recipe leaves the state of delayed scaling unchanged."""
     layer = GroupedLinear(G, K, N, recipe=RECIPE)
     plain = GroupedLinear(G, K, N, recipe=recipe)
     assert plain.load_state_dict(layer.state_dict(), strict=False).missing_keys == []
@@ -658,6 +674,7 @@ def test_two_forwards_before_a_backward_keep_their_scales(name):
 
 
 def test_a_later_microbatch_needs_the_copy_of_the_first():
+    """Check that a later microbatch needs the copies that the first one cached."""
     layer, x, dy = with_data()
     leaf = x.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="a call with True cached; there is none"):

@@ -78,6 +78,7 @@ def test_expert_capacity_checks_its_arguments(arguments, error, message):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
 def test_one_process_loads_what_two_have_saved(folder):
+    """Check that one process loads a checkpoint that two processes saved."""
     state = {"layer": {"weight": quantized(shift=1.0)}, "odd": quantized(groups=3, shift=1.0)}
     dcp.load(state, checkpoint_id=folder / "saved", no_dist=True)
     assert_same_tensor(state["layer"]["weight"], quantized())
@@ -111,6 +112,7 @@ def test_checkpoints_keep_the_bytes_of_every_format(tmp_path, is_async):
 
 
 def test_groups_are_cut_and_joined_as_rows_of_a_tensor():
+    """Check that slices and concatenations along the groups match those of the decoded tensor."""
     x = quantized()
     dense = x.dequantize()
     for cut in (

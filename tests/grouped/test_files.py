@@ -50,6 +50,7 @@ def has_parts(fmt, ragged, layout):
     ],
 )
 def test_from_parts_restores_the_tensor(fmt, ragged, layout):
+    """Check that ``from_parts`` restores the bytes that ``to_parts`` returned."""
     q = quantized(fmt, ragged)
     read = save_and_load({name: t.clone() for name, t in q.to_parts(layout).items()})
     restored = GroupedTensor.from_parts(
@@ -90,6 +91,7 @@ def test_linear_parts_are_matrices(fmt):
 
 @nvfp4
 def test_parts_with_a_global_scale_as_modelopt_has(fmt):
+    """Check that parts convert to and from ModelOpt's global scale."""
     q = quantized(fmt, False)
     tensors = q.to_parts(global_scale=True)
     torch.testing.assert_close(tensors["global_scale"], q.amax / 2688, rtol=2e-7, atol=0)
@@ -99,6 +101,7 @@ def test_parts_with_a_global_scale_as_modelopt_has(fmt):
 
 @nvfp4
 def test_parts_may_have_the_dtypes_of_packed_codes(fmt):
+    """Check that parts may have packed E2M1 and uint8 dtypes."""
     q = quantized(fmt, False)
     tensors = q.to_parts()
     packed = tensors | {
@@ -116,6 +119,7 @@ def test_one_amax_for_all_groups(fmt):
 
 
 def test_fp8_parts_follow_from_the_inverse_scale():
+    """Check that FP8 parts with only an inverse scale restore scale and amax."""
     q = quantized(grouped.FP8(), True)
     codes, inverse = q.rowwise.codes, q.rowwise.scale_inv
     restored = GroupedTensor.from_parts(q.format, codes, global_scale=inverse, offs=ENDS)

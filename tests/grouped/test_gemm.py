@@ -74,6 +74,7 @@ def products(x, w, dy, **options):
 @each_trio
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_products_are_those_of_decoded_members(trio, splits):
+    """Compare all three products with float64 products of the decoded members."""
     x, w, dy = quantize_trio(trio, splits, tensors(splits))
     y, dx, dw = products(x, w, dy, out_dtype=F32)
     assert y.shape == (x.shape[0], N) and dx.shape == x.shape and dw.shape == w.shape
@@ -93,6 +94,7 @@ def test_products_are_those_of_decoded_members(trio, splits):
 
 @each_trio
 def test_alpha_bias_and_out_dtype(trio):
+    """Check that alpha, bias and the output dtype apply to the fp32 product."""
     splits = (20, 0, 12)
     x, w, _ = quantize_trio(trio, splits, tensors(splits))
     bias, alpha = torch.randn(3, N), torch.tensor([2.0, 0.5, -1.0])  # powers of two: no rounding
@@ -107,6 +109,7 @@ def test_alpha_bias_and_out_dtype(trio):
 
 @each_trio
 def test_out_is_written_or_added_to(trio):
+    """Check that ``out`` is overwritten or accumulated to, and that the tail is untouched."""
     splits = (20, 0, 12)
     x, w, dy = quantize_trio(trio, splits, tensors(splits))
     y, dx, dw = products(x, w, dy, out_dtype=F32)
@@ -128,6 +131,7 @@ def test_out_is_written_or_added_to(trio):
 @each_trio
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_gradients_of_plain_activations(trio, dtype):
+    """Check the gradients of plain activations multiplied by quantized weights."""
     ends = torch.tensor(end_rows((0, 130, 0, 7)), dtype=I32)
     x, weight, dy = (t.to(dtype) for t in tensors((0, 130, 0, 7)))
     w, bias = (
@@ -184,6 +188,7 @@ def test_grouped_gemm_refuses(arguments, error, message):
 
 
 def test_missing_directions_are_named():
+    """Check that an operand without the needed copy is refused with its name."""
     x = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=[36])
     column = grouped.quantize(
         sample(36, K), FORMATS["1x16"], offs=[36], rowwise=False, columnwise=True

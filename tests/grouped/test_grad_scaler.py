@@ -87,6 +87,7 @@ def test_a_step_with_an_overflow_is_skipped(name, kind):
 @pytest.mark.parametrize("kind", [mlp, moe], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("name", [*ALL])
 def test_an_overflow_between_the_layers_is_seen(name, kind):
+    """Check that ``GradScaler`` skips a step with an overflow between the layers."""
     module = module_of(kind, ALL[name])
     experts = module.experts if kind is moe else module
     with torch.no_grad():
@@ -117,6 +118,7 @@ def test_biases_recomputed_layers_and_separate_parameters(name):
 
 @pytest.mark.parametrize("name", [*ALL])
 def test_a_gradient_that_is_added_to_is_not_finite(name):
+    """Check that a nonfinite gradient reaches ``main_grad`` of its group only."""
     layer = module_of(linear, ALL[name], fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.zeros(layer.weight.shape)
     x, dy = tensors(torch.inf, "dy")
@@ -183,6 +185,7 @@ def test_an_infinity_saturates_without_the_option(name):
 )
 @pytest.mark.parametrize("value", VALUES)
 def test_rows_that_travel_between_processes_keep_it(fmt, value):
+    """Check that nonfinite rows stay nonfinite when they are sent between processes."""
     x, _ = tensors(value, "x")
     y = wire.unpack(wire.pack(x, fmt), K, fmt, torch.float16)
     assert not y[ROW].isfinite().all()

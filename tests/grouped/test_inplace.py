@@ -63,6 +63,7 @@ def shape_of(groups):
 @in_groups
 @every_format
 def test_in_place_ops(fmt, groups, op):
+    """Compare in-place ops with the same ops on the decoded tensor."""
     shape = shape_of(groups)
     x = grouped.quantize(sample(*shape), fmt, columnwise=True, **groups)
     operand, dense, before = sample(*shape), x.dequantize(), pointers(x)
@@ -79,6 +80,7 @@ def test_in_place_ops(fmt, groups, op):
 @in_groups
 @every_format
 def test_chained_in_place_ops_quantize_at_each_op(fmt, groups):
+    """Check that each of several chained in-place ops quantizes its result."""
     x = grouped.quantize(sample(*shape_of(groups)), fmt, columnwise=True, **groups)
     operand, before = sample(*shape_of(groups)), pointers(x)
     view = x.detach()
@@ -110,6 +112,7 @@ def test_in_place_ops_match_keywords_by_name():
 
 @every_format
 def test_in_place_ops_of_a_parameter_need_no_grad(fmt):
+    """Check that in-place ops on a parameter that requires gradients need ``no_grad``."""
     p = parameter(fmt=fmt)
     with pytest.raises(RuntimeError, match="leaf Variable"):
         p.mul_(2)
@@ -129,6 +132,7 @@ def test_copying_an_equal_format_copies_the_bytes(fmt):
 
 @every_format
 def test_copying_a_different_format_requantizes(fmt):
+    """Check that copying from another format quantizes again in place."""
     source = grouped.quantize(weight(), FORMATS["row-scaled"])
     target = parameter(False, fmt)
     before = pointers(target)
@@ -139,6 +143,7 @@ def test_copying_a_different_format_requantizes(fmt):
 
 @every_format
 def test_copying_between_one_direction_and_two(fmt):
+    """Check copies between a tensor with one direction and a tensor with two."""
     two_directions = parameter(False, fmt)
     rowwise = grouped.quantize(weight(), fmt)
     rowwise.copy_(two_directions)
@@ -164,6 +169,7 @@ INITIALIZERS = {
 
 @pytest.mark.parametrize(("name", "options"), INITIALIZERS.items(), ids=INITIALIZERS)
 def test_initializers_return_self(name, options):
+    """Check that initializers of ``torch.nn.init`` return the quantized parameter."""
     p, dense = parameter(), torch.empty(3, 48, 64, dtype=BF16)
     init = getattr(nn.init, name)
     torch.manual_seed(2)
@@ -198,6 +204,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("loop", ["foreach", "for loop"])
 @pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers_step_as_on_a_decoded_parameter(optimizer, options, loop):
+    """Compare two optimizer steps with those of a decoded parameter."""
     p = parameter()
     dense = nn.Parameter(p.dequantize().detach().clone())
     states = [optimizer([t], foreach=loop == "foreach", **options) for t in (p, dense)]
@@ -226,6 +233,7 @@ def test_optimizers_step_as_on_a_decoded_parameter(optimizer, options, loop):
 )
 @every_format
 def test_optimizers_step_every_format(fmt, optimizer, options):
+    """Check that optimizers step parameters of every format."""
     p = parameter(fmt=fmt)
     dense = nn.Parameter(p.dequantize().detach().clone())
     grad, before = weight(), dense.detach().clone()
@@ -237,6 +245,7 @@ def test_optimizers_step_every_format(fmt, optimizer, options):
 
 
 def test_weight_decay_of_adamw_shrinks_then_updates():
+    """Check that weight decay applies before the update."""
     p = parameter()
     dense = p.dequantize().detach()
     p.grad = torch.zeros(p.shape, dtype=p.dtype)
@@ -246,6 +255,7 @@ def test_weight_decay_of_adamw_shrinks_then_updates():
 
 @pytest.mark.parametrize("foreach", [True, False])
 def test_clipping(foreach):
+    """Check gradient clipping by norm and by value."""
     p, plain = parameter(), nn.Parameter(torch.randn(4))
     p.grad, plain.grad = weight(), torch.randn(4)
     norm = nn.utils.clip_grad_norm_([p, plain], 0.5, foreach=foreach)
@@ -258,6 +268,7 @@ def test_clipping(foreach):
 
 @every_format
 def test_averaged_model(fmt):
+    """Check ``AveragedModel`` with a quantized parameter."""
     module = nn.Module()
     module.w = parameter(fmt=fmt)
     average = torch.optim.swa_utils.AveragedModel(
@@ -273,6 +284,7 @@ def test_averaged_model(fmt):
 
 @every_format
 def test_only_the_live_rows_of_a_ragged_tensor_are_rewritten(fmt):
+    """Check that an in-place op leaves the codes of the tail unchanged."""
     x = grouped.quantize(sample(40, 32), fmt, offs=[13, 30])
     codes = x.rowwise.codes.view(U8)
     codes[30:] = 0xA5
@@ -312,6 +324,7 @@ def test_an_update_that_changes_nothing_warns_in_any_format(fmt):
 
 @pytest.mark.parametrize("optimizer", TINY.values(), ids=TINY)
 def test_an_optimizer_that_changes_nothing_warns(large, optimizer):
+    """Check that an optimizer step too small to change the codes warns."""
     before = bytes_of(large)
     large.grad = torch.ones_like(large)
     with pytest.warns(UserWarning, match=r"changed nothing in GroupedTensor.*quantize\(master"):

@@ -110,6 +110,7 @@ def expected(x, q, columnwise):
 
 @pytest.mark.parametrize("name", [n for n in RECIPES_OF_EVERY_KIND if n != "stochastic"])
 def test_records_agree_with_numpy(name):
+    """Compare the recorded statistics with NumPy."""
     recipe = RECIPES_OF_EVERY_KIND[name]
     layer, (x, dy) = make_layer(recipe), operands()
     if layer.scaling is not None:
@@ -159,6 +160,8 @@ def test_records_agree_with_numpy(name):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", [*RECIPES_OF_EVERY_KIND])
 def test_inspection_changes_no_bit(name, frozen):
+    """Check that inspection changes no bit of results, random numbers or states."""
+
     def results(is_inspected):
         """Return the inspector, and the results of a step with the states it leaves."""
         layer, (x, dy) = make_layer(RECIPES_OF_EVERY_KIND[name]), operands()
@@ -186,6 +189,7 @@ def nonfinite_operands():
 
 
 def test_rows_of_zeros_of_no_group_and_of_nan():
+    """Check the statistics of rows of zeros, of an empty group and of NaN."""
     layer = make_layer(recipes.NVFP4(propagate_nonfinite=False))
     with inspect_quantization(layer) as inspector:
         train(layer, *nonfinite_operands())
@@ -203,6 +207,7 @@ def test_rows_of_zeros_of_no_group_and_of_nan():
 
 
 def test_fp8_copies_count_their_nonfinite_values():
+    """Check that nonfinite values of FP8 copies are counted."""
     layer = make_layer(recipes.FP8Current())
     with inspect_quantization(layer) as inspector:
         train(layer, *nonfinite_operands())
@@ -225,6 +230,7 @@ WEIGHT_ROWS = {("weight", "rowwise"): 3 * N, ("weight", "columnwise"): 3 * N}
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_microbatches_and_checkpointing(reentrant):
+    """Check that microbatches are summed and checkpointing counts once."""
     layer = make_layer(recipes.NVFP4())
     batches = [operands(seed=seed) for seed in (5, 6)]
     inspector = inspect_quantization(layer, every=2)
@@ -267,6 +273,7 @@ QUANTIZED_KINDS = ("quantized", "prepacked", "w4a16")
 
 @pytest.mark.parametrize("kind", ["cached", "discrete", "delayed wgrad", "eval", *QUANTIZED_KINDS])
 def test_kinds_of_weights(kind):
+    """Check the records of every kind of weight."""
     kinds = {"single_parameter": kind != "discrete", "delay_wgrad": kind == "delayed wgrad"}
     layer, (x, dy) = make_layer(recipes.NVFP4(), **kinds), operands()
     options, want = {}, ACTIVATION_ROWS | WEIGHT_ROWS
@@ -304,6 +311,7 @@ def test_kinds_of_weights(kind):
 
 @pytest.mark.parametrize("dtype", [F16, F32])
 def test_plain_operands(dtype):
+    """Check the records of plain fp16 and fp32 operands."""
     layer = GroupedLinear(2, 4, 2, bias=False, dtype=F32)
     with torch.no_grad():
         layer.weight.fill_(1 + 2**-9), layer.weight[1, 0, 0].fill_(1e6)
@@ -320,6 +328,7 @@ def test_plain_operands(dtype):
 
 @pytest.mark.compile
 def test_compiled_layers(fresh_dynamo):
+    """Check that compiled layers are inspected eagerly, and that full graphs raise."""
     layer, (x, dy) = make_layer(recipes.NVFP4()), operands()
     function = torch.compile(layer, backend="aot_eager")
     graph = compile_full_graph(layer)
@@ -409,6 +418,7 @@ def test_copies_of_an_inspected_model_are_not_inspected(model):
 
 
 def test_save_appends_json_lines(inspector, tmp_path):
+    """Check that ``save`` appends one JSON line per record."""
     path = tmp_path / "numerics.jsonl"
     inspector.save(path, run="one")
     inspector.save(path, run="two", append=True)
@@ -420,6 +430,7 @@ def test_save_appends_json_lines(inspector, tmp_path):
 
 
 def test_summary_and_table(inspector):
+    """Check the totals in ``summary`` and the text of ``table``."""
     (total,) = inspector.summary(1)
     record = inspector.records()[-1]
     assert total["snr_db"] == pytest.approx(

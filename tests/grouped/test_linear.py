@@ -129,6 +129,7 @@ def compare_dtypes(recipe, dtype, parameters):
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_names_and_initialization_are_those_of_linear(bias, single):
+    """Check that names and initial values match those of ``nn.Linear`` per expert."""
     layer = make_layer(RECIPES["bf16"], single_parameter=single, bias=bias)
     names = ["weight"] + ["bias"] * bias
     wanted = names if single else [f"{name}{g}" for name in names for g in range(3)]
@@ -142,6 +143,7 @@ def test_names_and_initialization_are_those_of_linear(bias, single):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_two_backward_passes_and_accumulation(recipe):
+    """Check that two backward passes accumulate, and that a third raises."""
     layer = make_layer(recipe)
     x = sample(40, K).requires_grad_()
     y = layer(x, ENDS)
@@ -157,6 +159,7 @@ def test_two_backward_passes_and_accumulation(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_autocast(recipe):
+    """Check dtypes and bits under autocast."""
     layer = make_layer(recipe)
     x = torch.randn(40, K, requires_grad=True)
     with torch.autocast("cpu", BF16):
@@ -179,6 +182,7 @@ def directions(counter):
 @pytest.mark.parametrize("is_first", [None, True])
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
 def test_no_grad_quantizes_rowwise_only(grad_mode, is_first):
+    """Check that a call without gradients makes rowwise copies only."""
     layer = make_layer(RECIPES["row-scaled"])
     with grad_mode(), OpCounter() as counter:
         y = layer(sample(40, K).requires_grad_(), OFFS, is_first_microbatch=is_first)
@@ -205,6 +209,7 @@ def test_without_a_gradient_of_x_no_weight_is_quantized_columnwise():
 
 
 def test_a_frozen_weight_needs_no_columnwise_x_or_dy():
+    """Check that x and dy need no columnwise copies if the weight is frozen."""
     layer = make_layer(RECIPES["row-scaled"])
     layer.weight.requires_grad_(False)
     got = directions_of_a_step(layer, sample(40, K).requires_grad_())
@@ -213,6 +218,7 @@ def test_a_frozen_weight_needs_no_columnwise_x_or_dy():
 
 
 def test_a_gradient_of_the_bias_alone_quantizes_rowwise_only():
+    """Check that a gradient of the bias alone needs rowwise copies only."""
     layer = make_layer(RECIPES["row-scaled"])
     layer.weight.requires_grad_(False)
     got = directions_of_a_step(layer, sample(40, K))
@@ -222,6 +228,7 @@ def test_a_gradient_of_the_bias_alone_quantizes_rowwise_only():
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
 def test_microbatches_share_one_quantized_weight(recipe, single):
+    """Check that microbatches quantize the weight once and have the same gradients."""
     layer = make_layer(recipe, single_parameter=single)
     batches = [sample(40, K) for _ in range(3)]
 
@@ -242,6 +249,7 @@ def test_microbatches_share_one_quantized_weight(recipe, single):
 
 
 def test_a_later_microbatch_needs_a_cached_weight():
+    """Check that a later microbatch raises without a suitable cached weight."""
     layer = make_layer(RECIPES["row-scaled"])
     x = sample(40, K)
     with pytest.raises(RuntimeError, match="a call with True cached; there is none"):
@@ -264,6 +272,7 @@ def quantized_layer(recipe, requires_grad=True, **options):
 
 
 def test_a_frozen_quantized_weight():
+    """Check that a frozen quantized weight is used as it is."""
     layer = quantized_layer(RECIPES["row-scaled"], requires_grad=False, columnwise=False)
     x = sample(40, K)
     with OpCounter() as counter:
@@ -300,6 +309,7 @@ def ragged_weight():
     ],
 )
 def test_unsuitable_quantized_weights_are_refused(make, error, match):
+    """Check that quantized weights of a wrong format or shape are refused."""
     mlp = GroupedMLP(3, K, N // 2, recipe=RECIPES["row-scaled"], dtype=BF16)
     alone = make_layer(mlp.gate_up.recipe)
     alone.weight = mlp.gate_up.weight = nn.Parameter(make())
@@ -309,6 +319,7 @@ def test_unsuitable_quantized_weights_are_refused(make, error, match):
 
 
 def test_bf16_activations_with_a_quantized_weight():
+    """Compare a layer with bf16 activations and a quantized weight to ``grouped_gemm``."""
     layer = quantized_layer(RECIPES["bf16"])
     x, dy = sample(40, K), sample(40, N)
     y, dx, dw, _ = forward_backward(layer, x, dy, ENDS)

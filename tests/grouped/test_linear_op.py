@@ -50,6 +50,7 @@ def data():
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_linear_has_the_bits_of_the_module(recipe, data):
+    """Compare ``grouped.linear`` with the module, also for higher-rank and strided x."""
     layer = make_layer(recipe)
     x, dy = data
     want = gradients(layer, x, dy)
@@ -65,6 +66,7 @@ def test_linear_has_the_bits_of_the_module(recipe, data):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_autocast_casts_x(recipe, data):
+    """Check that autocast casts x for ``grouped.linear``."""
     layer, x = make_layer(recipe), data[0]
     want = layer(x, OFFS).detach()
     with torch.no_grad(), torch.autocast("cpu", BF16):
@@ -124,6 +126,7 @@ def test_autocast_with_a_quantized_weight(quantized_layer, data):
 
 
 def test_functional_gradients_of_a_quantized_weight(quantized_layer, data):
+    """Compare ``torch.func`` gradients of a quantized weight with autograd."""
     layer, want = quantized_layer
     x, dy = data
 
@@ -159,6 +162,7 @@ def test_linear_checks_its_arguments(change, error, message):
 
 @pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_functional_gradients(recipe, data):
+    """Compare ``torch.func`` gradients of layers and exported layers with autograd."""
     layer = make_layer(recipe)
     x, dy = data
     want = gradients(layer, x, dy)
@@ -185,6 +189,7 @@ def test_functional_gradients(recipe, data):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_forward_mode_and_vmap_raise(recipe, data):
+    """Check that forward-mode derivatives and ``vmap`` raise."""
     layer = make_layer(recipe)
     x = data[0]
     with pytest.raises(RuntimeError, match="no forward-mode derivative"):
@@ -249,6 +254,7 @@ def test_backward_through_an_exported_module(recipe, single, strict):
 
 
 def test_a_custom_recipe_is_exported():
+    """Check that a layer with a custom recipe can be exported."""
     layer = make_layer(recipes.Recipe(*[grouped.NVFP4()] * 3, propagate_nonfinite=True))
     x = sample(40, K)
     x[3, 3] = torch.nan

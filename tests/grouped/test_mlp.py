@@ -55,6 +55,7 @@ def test_bf16_against_one_expert_at_a_time(name, bias):
 )
 @pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_one_function_has_the_bits_of_two_layers(recipe, activation, interleaved, bias):
+    """Compare ``GroupedMLP`` with its two layers called one after the other."""
     mlp = mlp_of(recipe, bias=bias, activation=activation, interleaved=interleaved, dtype=BF16)
     x, dy, calls = sample(40, HIDDEN).requires_grad_(), sample(40, HIDDEN), []
 
@@ -78,6 +79,7 @@ def test_one_function_has_the_bits_of_two_layers(recipe, activation, interleaved
 
 
 def test_no_tokens():
+    """Check that a call without tokens gives empty results and zero gradients."""
     mlp = mlp_of(RECIPES["row-scaled"])
     x = torch.zeros(0, HIDDEN, requires_grad=True)
     mlp(x, [0, 0, 0]).sum().backward()

@@ -110,6 +110,7 @@ def composed(moe, x):
 
 @every_recipe
 def test_a_mixture_is_a_router_experts_and_a_sum(recipe):
+    """Compare ``MoE`` with a router, experts and a weighted sum."""
     moe, x = make_moe(recipe, bias=True, router_bias=True), tokens()
     want = composed(moe, x).detach()
     assert_same_bytes(step(moe, x)[0], want)
@@ -227,6 +228,7 @@ def test_tensors_saved_for_the_backward_pass(recipe, recompute, top_k):
 
 
 def test_an_inspector_records_every_operand_of_the_experts():
+    """Check that the inspector records every operand of both expert layers."""
     moe = make_moe(recipes.NVFP4RowScaled())
     want = step(moe, tokens())
     inspector = grouped.inspect.inspect_quantization(moe)
@@ -239,6 +241,7 @@ def test_an_inspector_records_every_operand_of_the_experts():
 
 
 def test_detect_nonfinite_names_the_layer_of_a_mixture():
+    """Check that ``detect_nonfinite`` names the layer and operand with a NaN."""
     moe = make_moe(recipes.NVFP4RowScaled())
     want = step(moe, tokens())
     with grouped.inspect.detect_nonfinite(moe) as detector:
@@ -262,6 +265,7 @@ COMPILED_RECIPES = {"bf16": recipes.BF16(), "row-scaled": ALL_RECIPES["row-scale
     ids=COMPILED_RECIPES,
 )
 def test_compiled_once_for_all_numbers_of_tokens(recipe, fresh_dynamo):
+    """Check that ``MoE`` compiles once for all numbers of tokens."""
     torch._dynamo.utils.counters.clear()
     eager, moe = (make_moe(recipe, **MODELS["deepseek-v3"]) for _ in range(2))
     compiled = torch.compile(

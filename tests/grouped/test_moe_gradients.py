@@ -132,6 +132,7 @@ def test_recomputation_refuses_stochastic_rounding():
     "recipe", [pytest.param(ALL_RECIPES[name], id=name) for name in ("bf16", "row-scaled")]
 )
 def test_fused_and_delayed_weight_gradients(recipe, single, options):
+    """Compare fused and delayed weight gradients with plain ones."""
     plain = make_moe(recipe, single_parameter=single, shared_intermediate_size=32)
     fused, delayed = options
     options = {"fuse_wgrad_accumulation": fused, "delay_wgrad": delayed}

@@ -24,6 +24,7 @@ from .moe_support import WIDTH, E, H, K, T, make_moe, tokens
     ("score", "function"), [("sigmoid", torch.sigmoid), ("softmax", torch.exp)]
 )
 def test_losses_and_their_gradients(score, function):
+    """Compare the losses and their gradients with float64 formulas."""
     moe, x = make_moe(dtype=F32, score=score), tokens(dtype=F32)
     _, losses = moe(x, losses=True)
     counts = torch.bincount(moe.router(x).expert_ids.flatten(), minlength=E)
@@ -50,6 +51,7 @@ def with_nan_tail(x):
 
 
 def test_losses_ignore_the_tail_of_a_buffer():
+    """Check that the tail of a token buffer does not affect the losses."""
     moe, x = make_moe(dtype=F32), tokens(dtype=F32)
     _, losses = moe(x, losses=True)
     buffer = with_nan_tail(x).requires_grad_()
@@ -62,6 +64,7 @@ def test_losses_ignore_the_tail_of_a_buffer():
 
 
 def test_gradients_of_the_tail_are_ignored():
+    """Check that NaN gradients of tail rows do not reach parameters."""
     moe, dy = make_moe(bias=True), torch.full((T + 4, H), torch.nan, dtype=BF16)
     dy[:T] = 1
     moe(with_nan_tail(tokens()), num_tokens=torch.tensor(T)).backward(dy)
@@ -69,6 +72,7 @@ def test_gradients_of_the_tail_are_ignored():
 
 
 def test_a_nan_gradient_of_a_token_reaches_only_the_biases_of_its_experts():
+    """Check that a NaN gradient of a token reaches the biases of its experts only."""
     moe, dy = make_moe(bias=True), torch.full((T + 4, H), torch.nan, dtype=BF16)
     dy[:T] = 1
     dy[1, 3] = torch.nan
@@ -85,6 +89,7 @@ def test_losses_without_tokens_are_zero():
 
 
 def test_a_dropped_pair_adds_no_bias():
+    """Check that a dropped token-expert pair adds no bias."""
     moe, p = make_moe(bias=True), torch.ones(2, K, requires_grad=True)
     with torch.no_grad():
         moe.experts.down.bias[1, 3] = torch.nan
@@ -97,6 +102,7 @@ COUNTS = torch.tensor([9, 1, 5, 5, 5, 5])
 
 
 def test_selection_bias_moves_towards_balance():
+    """Check that the selection bias moves against the load."""
     moe = make_moe(selection_bias=True, score="sigmoid")
     before = moe.router.selection_bias.clone()
     moe.router.update_selection_bias(COUNTS, rate=0.5)
@@ -127,6 +133,7 @@ def test_selection_bias_compares_counts_with_their_mean():
 
 @pytest.mark.parametrize("name", ["gelu", "relu", "silu"])
 def test_experts_without_a_gate_warn_unless_explicit(name):
+    """Check that an activation without a gate warns unless it is given explicitly."""
     gated = {"gelu": "geglu", "relu": "reglu", "silu": "swiglu"}[name]
     with pytest.warns(
         UserWarning, match=rf"without a gate.*pass '{gated}'.*grouped.Activation\('{name}'\)"
@@ -148,6 +155,7 @@ def test_equal_scores_select_the_lowest_experts():
 
 
 def test_autocast():
+    """Check the dtypes of router, experts and sum under autocast."""
     moe, x = make_moe(dtype=F32), tokens(dtype=F32)
     with torch.autocast("cpu", BF16):
         y = moe(x)
@@ -226,6 +234,7 @@ def test_construction_refuses(change, error, message):
 
 
 def test_calls_check_num_tokens():
+    """Check that calls refuse an invalid ``num_tokens``."""
     moe = make_moe()
     with pytest.raises(ValueError, match="num_tokens must be a tensor of one element"):
         moe(tokens(), num_tokens=3)
@@ -246,6 +255,7 @@ def test_calls_check_flags(name):
 
 @pytest.mark.parametrize("losses", [False, True])
 def test_calls_check_x(losses):
+    """Check that calls refuse an x with a wrong shape, type or device."""
     moe = make_moe()
     with pytest.raises(ValueError, match="x must have shape"):
         moe(torch.zeros(3, 8), losses=losses)
@@ -256,6 +266,7 @@ def test_calls_check_x(losses):
 
 
 def test_a_mixture_refuses_torch_func_and_second_derivatives():
+    """Check that ``torch.func`` and second derivatives raise."""
     moe, x = make_moe(), tokens().requires_grad_()
     with pytest.raises(RuntimeError, match="torch.func"):
         torch.func.grad(lambda x: moe(x).sum().float())(tokens())

@@ -243,6 +243,7 @@ def test_reports_name_layer_and_operand(name, operand, compiled):
 
 
 def test_detection_ends_with_its_block():
+    """Check that detection covers its ``with`` block only."""
     mlp = make_mlp(RECIPES["bf16"])
     with grouped.inspect.detect_nonfinite(mlp) as detector:
         train(mlp)
@@ -255,6 +256,7 @@ def test_detection_ends_with_its_block():
 
 
 def test_detection_of_all_layers():
+    """Check that detection without a model covers all layers, one block at a time."""
     layers = [GroupedLinear(3, K, K, recipe=NOT_PROPAGATING["nvfp4"]) for _ in range(3)]
     model = nn.ModuleList(layers)
     with grouped.inspect.detect_nonfinite() as detector:
@@ -273,6 +275,7 @@ def test_detection_of_all_layers():
 
 
 def test_detection_of_the_layers_of_a_model():
+    """Check that detection covers only the layers of the given model."""
     mlp, unwatched = make_mlp(NOT_PROPAGATING["nvfp4"]), make_mlp(NOT_PROPAGATING["nvfp4"])
     with grouped.inspect.detect_nonfinite(mlp.down) as detector:
         train(unwatched, x=with_nan(K))
@@ -296,6 +299,7 @@ def test_a_compiled_layer_needs_the_model():
 
 @pytest.mark.parametrize("single", [True, False])
 def test_detection_without_gradients(single):
+    """Check that detection works without gradients."""
     layer = GroupedLinear(3, K, N, recipe=RECIPES["nvfp4"], single_parameter=single).eval()
     weight = sample(3, N, K)
     weight[2, 3, 4] = torch.inf

@@ -23,6 +23,7 @@ def flops(call):
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("ends", [[100, 100, 256], [0, 30, 30], [100, 100, 300]], ids=str)
 def test_flops_of_a_step_are_three_products(recipe, ends):
+    """Check that PyTorch's FLOP counter counts three products per step."""
     layer, offs = GroupedLinear(3, K, N, recipe=recipe), torch.tensor(ends, dtype=I32)
     x, product = sample(ends[-1], K).requires_grad_(), 2 * ends[-1] * N * K
     assert flops(lambda: layer(x, offs).sum().backward()) == 3 * product
@@ -33,6 +34,7 @@ def test_flops_of_a_step_are_three_products(recipe, ends):
 
 
 def test_flops_of_products_of_grouped_tensors():
+    """Check that the FLOP counter counts products of GroupedTensors."""
     x, y = (
         grouped.quantize(sample(T, n), grouped.NVFP4(), offs=OFFS, columnwise=True) for n in (K, N)
     )
@@ -60,6 +62,7 @@ def test_flops_of_a_mixture():
 
 
 def test_profiles_name_the_ops():
+    """Check that profiles show the names of the ops."""
     layer, x = GroupedLinear(3, K, N, recipe=RECIPES["nvfp4"]), sample(T, K)
     w = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

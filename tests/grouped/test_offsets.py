@@ -41,6 +41,7 @@ FORMS = {
 
 @pytest.mark.parametrize("offs", FORMS.values(), ids=FORMS)
 def test_every_form_of_offs_means_the_same(offs):
+    """Check that all forms of ``offs`` give the same tensor."""
     x = sample(ROWS, 32)
     want = grouped.quantize(x, FORMATS["1x16"], offs=offs_tensor(7, 7, 33), columnwise=True)
     got = grouped.quantize(x, FORMATS["1x16"], offs=offs, columnwise=True)
@@ -49,6 +50,7 @@ def test_every_form_of_offs_means_the_same(offs):
 
 
 def test_offs_of_the_host_ignore_the_default_device():
+    """Check that ``offs`` of the host ignore the default device."""
     x = sample(ROWS, 32)
     want = grouped.quantize(x, FORMATS["1x16"], offs=offs_tensor(7, 7, 33))
     with torch.device("meta"):
@@ -175,6 +177,7 @@ def test_tensors_of_offs_on_a_cpu_are_checked_as_lists_are(call, backend):
 @pytest.mark.compile
 @pytest.mark.emulated
 def test_compiled_and_replayed_calls_check_offs():
+    """Check that compiled and replayed calls check ``offs``."""
     run = compile_full_graph(lambda x, offs: grouped.linear(x, WEIGHT, None, offs, RECIPE))
     run(X, offs_tensor(7, 7, 33))
     with pytest.raises(ValueError, match="got 0 at 1"):
@@ -220,6 +223,7 @@ def recorded(monkeypatch):
     ],
 )
 def test_offs_of_a_device_are_checked_when_asked(recorded, bad, message):
+    """Check that ``check_offsets`` reports invalid device offsets with their source line."""
     with grouped.inspect.check_offsets() as checks:
         LINEAR(X, offs_tensor(7, 7, 33))
         checks.check()
@@ -260,6 +264,8 @@ def test_a_multiplier_that_is_no_integer_is_refused(multiplier):
 
 
 def test_operands_of_wgrad_are_cut_alike():
+    """Check that wgrad refuses operands with different ``offs``."""
+
     def tensor(offs):
         return grouped.quantize(sample(ROWS, 32), FORMATS["1x16"], offs=offs, columnwise=True)
 

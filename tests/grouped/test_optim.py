@@ -67,6 +67,7 @@ def quantized_like(p, master):
     "options", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.3}], ids=["", "amsgrad"]
 )
 def test_a_step_is_torchs_step_then_quantize(fmt, options):
+    """Compare a step with PyTorch's AdamW followed by quantization."""
     pair = make_pair(fmt, lr=3e-2, **options)
     p, _, master, _ = pair
     for seed in range(1, 4):
@@ -171,6 +172,7 @@ def test_a_kernel_skips_a_step_under_grad_scaler(fmt, arch):
 @each_arch
 @pytest.mark.parametrize("fmt", KERNEL_FORMATS, ids=str)
 def test_a_kernel_reads_a_main_grad(fmt, arch):
+    """Check that the fused kernel reads ``main_grad``."""
     steps = KernelSteps(fmt, arch)
     steps.p.grad = draw(1).bfloat16()
     steps.step(steps.p.grad)
@@ -220,6 +222,7 @@ NO_KERNEL = {
 @pytest.mark.emulated
 @pytest.mark.parametrize(("shape", "options", "amsgrad"), NO_KERNEL.values(), ids=NO_KERNEL)
 def test_torch_steps_masters_that_have_no_kernel(shape, options, amsgrad):
+    """Check that PyTorch updates masters that no kernel supports."""
     p = nn.Parameter(grouped.quantize(draw(0, *shape), **{"fmt": FORMATS[0]} | options))
     master = p.detach().dequantize().requires_grad_()
     ours = optim.AdamW([p], amsgrad=amsgrad)
@@ -231,6 +234,7 @@ def test_torch_steps_masters_that_have_no_kernel(shape, options, amsgrad):
 
 
 def test_a_master_starts_as_the_decoded_parameter():
+    """Check that a missing master starts as the decoded parameter."""
     p = nn.Parameter(grouped.quantize(draw(0).bfloat16(), grouped.NVFP4()))
     ours = optim.AdamW([p], lr=1e-3)
     start, version = p.dequantize(F32), p._version
@@ -246,6 +250,7 @@ def test_a_step_returns_the_value_of_its_closure():
 
 
 def test_groups_have_their_learning_rates():
+    """Check that parameter groups keep their own learning rates."""
     w = draw(0).bfloat16()
     p, plain = nn.Parameter(grouped.quantize(w, grouped.NVFP4())), nn.Parameter(w.clone())
     ours = optim.AdamW([{"params": [p]}, {"params": [plain], "lr": 0.0}], master_weights=True)
@@ -257,6 +262,7 @@ def test_groups_have_their_learning_rates():
 
 
 def test_a_parameter_without_a_gradient_gets_no_state():
+    """Check that a parameter without a gradient gets no state."""
     p = nn.Parameter(grouped.quantize(draw(0).bfloat16(), grouped.NVFP4()))
     unused = nn.Parameter(draw(0).bfloat16())
     ours = optim.AdamW([p, unused], master_weights=True)
@@ -266,6 +272,7 @@ def test_a_parameter_without_a_gradient_gets_no_state():
 
 
 def test_torch_steps_plain_parameters_without_masters():
+    """Compare plain parameters without masters to PyTorch's AdamW."""
     a, b = (nn.Parameter(draw(1).bfloat16()) for _ in range(2))
     ours, theirs = optim.AdamW([a], lr=1e-2), torch.optim.AdamW([b], lr=1e-2, fused=True)
     for seed in range(2):
@@ -275,6 +282,7 @@ def test_torch_steps_plain_parameters_without_masters():
 
 
 def test_state_dict_keeps_fp32():
+    """Check that loading ``state_dict`` keeps masters and moments in fp32."""
     pair = make_pair()
     step(*pair, 1)
     p, ours, *_ = pair
@@ -310,6 +318,7 @@ def loaded_from_torch(w, quantized):
 
 @pytest.mark.parametrize("quantized", [True, False], ids=["quantized", "plain"])
 def test_moments_of_torch_become_fp32_and_a_master_stays(quantized):
+    """Check that PyTorch's moments are cast to fp32, and that masters are kept."""
     w = draw(0).bfloat16()
     p, ours = loaded_from_torch(w, quantized)
     assert torch.equal(ours.state[p]["master"], w.float())
@@ -318,6 +327,7 @@ def test_moments_of_torch_become_fp32_and_a_master_stays(quantized):
 
 @pytest.mark.parametrize("quantized", [True, False], ids=["quantized", "plain"])
 def test_a_deep_copy_steps_as_the_original(quantized):
+    """Check that a deep copy of an optimizer makes the same step."""
     p, ours = loaded_from_torch(draw(0).bfloat16(), quantized)
     copied = copy.deepcopy(ours)
     (q,) = copied.param_groups[0]["params"]
@@ -327,6 +337,7 @@ def test_a_deep_copy_steps_as_the_original(quantized):
 
 
 def test_an_optimizer_without_masters_drops_a_loaded_one():
+    """Check that an optimizer without masters drops a loaded master."""
     w = draw(0).bfloat16()
     _, ours = loaded_from_torch(w, quantized=False)
     p = nn.Parameter(w.clone())
@@ -460,6 +471,7 @@ def test_masters_and_loaded_states_are_copies(fmt):
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_parameters_may_be_strided(plain):
+    """Check that parameters may be strided."""
     w, grad = draw(0, 3, 64, 80).mT, draw(1)
     p, want = (
         nn.Parameter(w if plain else grouped.quantize(w, FORMATS[0])),
@@ -472,6 +484,7 @@ def test_parameters_may_be_strided(plain):
 
 
 def test_a_main_grad_of_a_layer():
+    """Check that a step uses the ``main_grad`` of a layer."""
     layer = grouped.nn.GroupedLinear(
         2, 32, 32, bias=False, fuse_wgrad_accumulation=True, dtype=BF16
     )
@@ -489,6 +502,7 @@ def test_a_main_grad_of_a_layer():
 
 
 def test_grad_scaler_skips_steps_with_infinities():
+    """Check that ``GradScaler`` skips a step with infinite gradients."""
     p, ours, master, _ = make_pair()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     p.grad = torch.full(SHAPE, torch.inf, dtype=p.dtype)
@@ -587,6 +601,7 @@ def test_shapes_of_a_loaded_state_are_checked(p):
 
 
 def test_the_shape_of_a_main_grad_is_checked(p):
+    """Check that a ``main_grad`` of a wrong shape is refused."""
     ours = optim.AdamW([p])
     p.main_grad, p.grad_added_to_main_grad = draw(0)[:1], True
     with pytest.raises(ValueError, match=r"gradient .* \(3, 80, 64\), got \(1, 80, 64\)"):

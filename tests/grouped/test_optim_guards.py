@@ -42,6 +42,7 @@ def test_strided_parameters_get_contiguous_masters():
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_loaded_state_may_be_strided(quantized):
+    """Check that a loaded state may be strided."""
     start = draw(0).mT.contiguous()
     values = [
         grouped.quantize(start, grouped.FP8()) if quantized else start.clone() for _ in range(2)
@@ -123,6 +124,7 @@ def test_values_written_beside_a_master_raise(write, has_step):
 
 @pytest.mark.parametrize("loaded_first", ["optimizer", "module"])
 def test_a_resume_loads_module_and_optimizer_in_any_order(loaded_first):
+    """Check that module and optimizer states load in either order."""
     w, states = sample(2, 32, 64), []
     for _ in range(2):
         layer = nn.Module()

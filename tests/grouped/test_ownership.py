@@ -53,6 +53,7 @@ def fsdp_unsharded(model, mesh):
 
 
 def fsdp_outside_of_the_root(model, mesh):
+    """Shard a model with FSDP2, and return one of its modules as the root."""
     fully_shard(model, mesh=mesh)
     model.unshard()
     _ALIVE.append(model)
@@ -87,6 +88,7 @@ def parametrized(model, mesh):
 
 
 def computed(model, mesh):
+    """Replace a parameter by a plain tensor attribute."""
     layer = gate_up_of(model)
     weight = layer.weight.detach()
     del layer.weight
@@ -134,6 +136,7 @@ def accelerate(model, mesh):
 
 
 def adapted(model, mesh):
+    """Add LoRA adapters to an expert parameter of a model."""
     peft = pytest.importorskip("peft")
     model.config = {}
     config = peft.LoraConfig(target_modules=["1"], target_parameters=["0.gate_up.weight"], r=2)
@@ -141,6 +144,7 @@ def adapted(model, mesh):
 
 
 def saved_by_peft(model, mesh):
+    """Wrap a module in PEFT's ``modules_to_save``."""
     peft = pytest.importorskip("peft")
     model.config = {}
     wrapped = peft.get_peft_model(
@@ -174,6 +178,7 @@ OWNED = {
 @pytest.mark.distributed
 @pytest.mark.parametrize(("kind", "wrap"), OWNED.values(), ids=OWNED)
 def test_owners(kind, wrap, mesh):
+    """Check the owner of each kind of weight, and the error that names it."""
     root, layer = wrap(model_of(), mesh)
     ownership = Ownership(root)
     owner = ownership.owner(layer, "weight")
@@ -192,6 +197,7 @@ def test_every_kind_has_a_case():
 
 
 def test_what_a_module_owns_itself():
+    """Check that a module owns its plain and quantized parameters."""
     model = model_of()
     quantized = grouped.quantize(model[0].down.weight.detach(), grouped.NVFP4())
     model[0].down.weight = nn.Parameter(quantized, requires_grad=False)
@@ -219,6 +225,7 @@ def test_the_message_names_the_parameter():
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, grouped.optim.AdamW])
 def test_an_optimizer_of_replaced_parameters_raises_at_its_next_step(make):
+    """Check that an optimizer of replaced parameters raises, and that others do not."""
     model = model_of()
     old, other_optimizer = make(model.parameters(), lr=0.1), make(model[1].parameters(), lr=0.1)
     parameter = gate_up_of(model).weight

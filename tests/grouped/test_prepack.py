@@ -39,6 +39,7 @@ def test_the_place_of_every_bit():
 
 
 def test_strides_are_kept():
+    """Check that prepacking keeps the strides."""
     codes = torch.randint(0, 256, (5, 48), dtype=U8)[:, :40]
     packed = cute_kernels.prepack(codes)
     assert packed.stride() == (48, 1)
@@ -60,6 +61,7 @@ def test_bad_codes(codes, error, match):
 
 
 def test_prepack_and_unpack():
+    """Check that ``unpack`` restores a prepacked tensor, and that both decode alike."""
     w = weights()
     packed = w.prepack()
     assert (
@@ -86,6 +88,7 @@ def test_prepack_and_unpack():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_products_have_the_same_bits(compiled):
+    """Check that prepacked weights give the same bits."""
     w = weights()
     x, dy = sample(36, K), sample(36, N)
     a = grouped.quantize(x, FORMATS["row-scaled"], offs=ENDS)

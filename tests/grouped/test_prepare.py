@@ -74,6 +74,7 @@ def test_a_prepared_layer_has_the_bits_of_the_plain_one_and_quantizes_no_weight(
 
 @each_pair
 def test_quantized_weights_train_by_our_optimizer(recipe, fmt):
+    """Check that prepared weights train with fp32 masters."""
     model, x, masters = moe_of(recipe), sample(20, 64), {}
     plain = [w.detach().clone() for w in weights_of(model)]
     assert grouped.prepare(model, fmt, trainable=True, masters=masters) == 2
@@ -98,6 +99,7 @@ def test_quantized_weights_train_by_our_optimizer(recipe, fmt):
 
 @each_pair
 def test_gradients_pass_frozen_experts_with_a_columnwise_copy(recipe, fmt):
+    """Check that gradients of x pass frozen experts that have a columnwise copy."""
     model = moe_of(recipe).eval()
     copied = copy.deepcopy(model)
     grouped.prepare(model, fmt, columnwise=True)
@@ -112,6 +114,7 @@ def test_gradients_pass_frozen_experts_with_a_columnwise_copy(recipe, fmt):
 
 
 def test_advice_where_frozen_weights_have_no_columnwise_copy():
+    """Check that a missing columnwise copy raises an error with advice."""
     model = moe_of(recipes.FP8Block())
     grouped.prepare(model)
     with pytest.raises(
@@ -136,6 +139,7 @@ def test_models_in_fp32_run(recipe, fmt):
 
 
 def test_the_recipe_of_each_layer_decides():
+    """Check that each layer is prepared with the format of its own recipe."""
     model = nn.ModuleList(
         [
             GroupedMLP(2, 64, 32, recipe=recipes.FP8Block()),
@@ -164,6 +168,7 @@ def test_under_delayed_scaling_none_takes_the_scales_of_now():
 
 
 def test_the_plain_weights_are_gone():
+    """Check that nothing keeps the plain weights alive after ``prepare``."""
     model = moe_of(recipes.FP8Block()).eval()
     with torch.no_grad():
         model(sample(9, 64))  # So that layers keep quantized weights.
@@ -179,6 +184,7 @@ def test_the_plain_weights_are_gone():
 
 
 def test_what_frameworks_note_on_a_parameter_stays():
+    """Check that attributes that frameworks set on a parameter survive ``prepare``."""
     layer = GroupedLinear(2, 64, 32, recipe=recipes.FP8Block(), delay_wgrad=True, dtype=BF16)
     layer.weight.allreduce = False
     grouped.prepare(layer, trainable=True)
@@ -189,6 +195,7 @@ def test_what_frameworks_note_on_a_parameter_stays():
 
 
 def test_tied_weights_stay_tied():
+    """Check that tied weights stay tied, and that different recipes for them raise."""
     model = nn.ModuleList(
         [GroupedLinear(2, 64, 64, recipe=recipes.FP8Block(), dtype=BF16) for _ in range(2)]
     )
@@ -208,6 +215,7 @@ def test_tied_weights_stay_tied():
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, grouped.optim.AdamW])
 def test_an_optimizer_that_was_made_before_raises(make):
+    """Check that an optimizer made before ``prepare`` raises."""
     model = moe_of(recipes.FP8Block())
     optimizer = make(model.parameters())
     grouped.prepare(model, trainable=True)
@@ -231,6 +239,7 @@ def mesh():
     ],
 )
 def test_sharded_models_are_refused_and_prepared_ones_are_sharded(mesh, wrap):
+    """Check that ``prepare`` refuses sharded models, and that prepared models can be sharded."""
     model, x = moe_of(recipes.FP8Block()).eval(), sample(20, 64)
     sharded = copy.deepcopy(model)
     wrap(sharded, mesh)
@@ -304,6 +313,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("make", "options", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_is_refused(make, options, error, message):
+    """Check that ``prepare`` refuses invalid calls and changes no parameter."""
     model = make()
     before = {name: id(p) for name, p in model.named_parameters()}
     with pytest.raises(error, match=message):

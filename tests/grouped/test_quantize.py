@@ -109,6 +109,7 @@ def test_members_equal_tensors_quantized_alone(splits, name):
 @pytest.mark.parametrize("name", [*EVERY_FORMAT])
 @pytest.mark.parametrize("uniform", [True, False])
 def test_members_decode_to_what_dequantize_gives(uniform, name):
+    """Compare the values of decoded members with ``dequantize``."""
     rows, cols, fmt = 149, 160, EVERY_FORMAT[name]
     x = sample(3, rows, cols)
     options = {} if uniform else {"offs": [rows, 2 * rows, 3 * rows]}
@@ -145,6 +146,7 @@ def test_members_decode_to_what_dequantize_gives(uniform, name):
 @every_format
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 def test_one_direction(direction, fmt):
+    """Check that a tensor with one direction has the same bytes for it."""
     x = sample(40, 32)
     xq = grouped.quantize(
         x, fmt, offs=[10, 40], rowwise=direction == "rowwise", columnwise=direction == "columnwise"
@@ -163,6 +165,7 @@ def test_one_direction(direction, fmt):
 
 
 def test_member_indices():
+    """Check positive, negative and invalid indices of members."""
     xq = grouped.quantize(sample(40, 32), FORMATS["1x16"], offs=[10, 10, 40])
     assert_same_member(xq.member(-1), xq.member(2))
     assert len(xq.unbind()) == 3 and len(list(xq)) == 3
@@ -176,6 +179,7 @@ def test_member_indices():
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @every_format
 def test_dequantize_rounds_once(fmt, dtype):
+    """Check that ``dequantize`` rounds the exact fp32 values once."""
     x = sample(24, 32, dtype=dtype)
     xq = grouped.quantize(x, fmt, offs=[20])
     assert xq.dequantize().dtype == dtype
@@ -191,6 +195,7 @@ def test_dequantize_rounds_once(fmt, dtype):
 
 @every_format
 def test_out_reuses_the_storage_with_other_boundaries(fmt):
+    """Check that quantizing into ``out`` reuses its storage with new end rows."""
     x, y = sample(70, 32), sample(70, 32)
     out = grouped.quantize(x, fmt, offs=[10, 20, 70], columnwise=True)
     view = out.detach()
@@ -216,6 +221,7 @@ def test_out_reuses_the_storage_with_other_boundaries(fmt):
     ],
 )
 def test_out_that_does_not_fit_is_refused_untouched(change, error, match):
+    """Check that an ``out`` that does not fit is refused and unchanged."""
     out = grouped.quantize(sample(40, 32), FORMATS["1x16"], offs=[10, 40])
     before = bytes_of(out)
     call = {"x": sample(40, 32), "fmt": FORMATS["1x16"], "offs": [20, 40], "out": out} | change

@@ -38,6 +38,7 @@ def assert_honoured(recipe, plain):
 )
 @pytest.mark.parametrize("flag", ["hadamard", "stochastic_rounding", "four_over_six", "row_scaled"])
 def test_a_flag_is_refused_or_honoured(flag, roles):
+    """Check that each format option in a role has an effect or is refused."""
     fmt, formats = NVFP4(**{flag: True}), dict.fromkeys(recipes.ROLES, NVFP4())
     changed = formats | dict.fromkeys(roles, fmt)
     status = support("grouped_quantize", fmt, "reference")
@@ -71,6 +72,7 @@ def variants(recipe, **options):
     ],
 )
 def test_an_option_reaches_the_formats(recipe, name, value):
+    """Check that each option of a recipe reaches its formats or is refused."""
     try:
         changed = recipe(**{name: value})
     except cute_kernels.UnsupportedError as error:
@@ -82,6 +84,7 @@ def test_an_option_reaches_the_formats(recipe, name, value):
 
 
 def test_roles_of_the_named_recipes():
+    """Check the formats of each named recipe."""
     assert recipes.BF16().texts == (None, None, None)
     assert recipes.NVFP4().texts == ("nvfp4", "nvfp4:block=16x16", "nvfp4")
     assert recipes.NVFP4RowScaled().texts == ("nvfp4:row_scaled", "nvfp4:block=16x16", "nvfp4")
@@ -191,6 +194,7 @@ def test_recipes_check_their_arguments(make, error, message):
 
 
 def test_messages_say_what_differs_from_the_defaults():
+    """Check that the text of a recipe shows only differences from the defaults."""
     assert f"{recipes.BF16()} {recipes.NVFP4(hadamard=True)}" == "BF16() NVFP4(hadamard=True)"
     custom = Recipe(NVFP4(), NVFP4(block=(16, 16)), NVFP4(), propagate_nonfinite=False)
     roles = "input=nvfp4, weight=nvfp4:block=16x16, grad_output=nvfp4"
@@ -199,6 +203,7 @@ def test_messages_say_what_differs_from_the_defaults():
 
 @pytest.mark.parametrize("recipe", [recipes.BF16(), recipes.NVFP4(hadamard=True)])
 def test_a_transformed_weight_is_refused_before_any_work(recipe):
+    """Check that a transformed weight is refused if x requires a gradient."""
     layer = GroupedLinear(2, 32, 32, recipe=recipe, dtype=BF16)
     q = grouped.quantize(layer.weight.detach(), NVFP4(hadamard=True), columnwise=True)
     layer.weight = torch.nn.Parameter(q, requires_grad=False)
@@ -217,6 +222,7 @@ def test_a_transformed_weight_is_refused_before_any_work(recipe):
     ],
 )
 def test_recipes_are_values(recipe):
+    """Check that recipes are immutable and hashable, and can be pickled."""
     same = pickle.loads(pickle.dumps(recipe))
     assert same == recipe and hash(same) == hash(recipe) and same.texts == recipe.texts
     with pytest.raises(AttributeError):
@@ -230,6 +236,7 @@ def test_recipes_are_values(recipe):
 
 @pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_sizes_that_the_blocks_do_not_divide(recipe):
+    """Check that layers refuse sizes that the blocks do not divide."""
     multiple = recipe.multiple
     assert multiple == {"mxfp8": 32, None: 1}.get(recipe.weight and recipe.weight.name, 16)
     GroupedLinear(2, multiple, 3 * multiple, recipe=recipe)

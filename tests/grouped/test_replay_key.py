@@ -31,6 +31,7 @@ CHANGES = {
 
 
 def _split_key(layer: Layer) -> tuple[object, list[int]]:
+    """Return the options of a layer's key and the ids of its tensors."""
     key = layer.replay_key()
     assert key is not None
     options, tensors = key
@@ -44,6 +45,7 @@ def test_each_field_is_covered_or_excluded_by_name():
 
 @pytest.mark.parametrize("field", CHANGES)
 def test_a_changed_field_changes_the_key(field):
+    """Check that changing any field changes the key."""
     layer = Layer([_tensor()], None, recipes.MXFP8())
     item, two = (layer._replace(**{field: value}) for value in CHANGES[field])
     assert _split_key(item) != _split_key(two)
@@ -51,6 +53,7 @@ def test_a_changed_field_changes_the_key(field):
 
 
 def test_a_grouped_weight_gives_its_layout_and_its_plain_tensors():
+    """Check that the key of a grouped weight has its copies and their tensors."""
     weights = [
         grouped.quantize(_tensor(), grouped.MXFP8(), columnwise=keys) for keys in (False, True)
     ]

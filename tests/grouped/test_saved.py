@@ -58,6 +58,7 @@ RECIPES_AND_DELAYED = ALL_RECIPES | {"fp8-delayed": recipes.FP8Delayed()}
     ids=RECIPES_AND_DELAYED,
 )
 def test_mlp(recipe, parameters, single):
+    """Check the tensors that ``GroupedMLP`` saves for backward."""
     mlp = GroupedMLP(
         *(GROUPS, HIDDEN, WIDTH), recipe=recipe, dtype=parameters, single_parameter=single
     )
@@ -72,6 +73,7 @@ def test_mlp(recipe, parameters, single):
 @pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 @pytest.mark.parametrize("frozen", ["x", "weight", "weight bias", "x weight", "x weight bias"])
 def test_frozen_operands_keep_nothing(frozen, recipe):
+    """Check that frozen operands save nothing for backward."""
     layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16)
     layer.weight.requires_grad_("weight" not in frozen)
     layer.bias.requires_grad_("bias" not in frozen)

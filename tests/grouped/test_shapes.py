@@ -51,6 +51,7 @@ def parameter(fmt=NVFP4, requires_grad=True):
 
 
 def test_metadata():
+    """Check shapes, dtypes and groups of a tensor with given shapes."""
     q = make()
     assert q.shape == (CAPACITY,) and q.num_groups == 4 and q.offs is None
     assert q.grouping == "shapes" and q.member_shapes == tuple(SHAPES)
@@ -67,6 +68,7 @@ def test_metadata():
 
 
 def test_repr_reads_no_values():
+    """Check that ``repr`` runs no op."""
     q, many = make(), grouped.quantize(sample(160), NVFP4, shapes=[(1, 16)] * 10)
     with OpCounter() as counter:
         texts = repr(q), repr(many)
@@ -93,6 +95,7 @@ def test_forms_of_shapes(shapes_form):
 
 
 def test_members_are_views():
+    """Check that members are views of the buffers."""
     q = make(grouped.FP8())
     copies = q.rowwise.codes
     member = q.member(2).codes
@@ -104,6 +107,7 @@ def test_members_are_views():
 
 
 def test_state_dicts_and_moves():
+    """Check state dicts, casts and moves to other devices."""
     a, b = (nn.ParameterDict({"w": parameter()}) for _ in range(2))
     b.load_state_dict(save_and_load(a.state_dict()))
     assert_same_tensor(b["w"].data, a["w"].data)
@@ -117,6 +121,7 @@ def test_state_dicts_and_moves():
 
 
 def test_files_have_the_shapes():
+    """Check that pickled tensors have their shapes, and that wrong shapes are refused."""
     x = make()
     rebuild, (shape, dtype, name, fields, *more) = x.__reduce_ex__(2)
     assert fields["shapes"] == tuple(SHAPES)
@@ -129,6 +134,7 @@ def test_files_have_the_shapes():
 
 
 def test_copies_between_tensors():
+    """Check ``copy_`` between tensors of the same and of other formats."""
     source, target = make(BY_ROW), make(BY_ROW)
     assert target.copy_(source) is target
     assert_same_tensor(target, source)
@@ -147,6 +153,7 @@ def test_copies_between_tensors():
 
 
 def test_out_is_written():
+    """Check that ``out`` is written in place, and that other shapes are refused."""
     x, q = sample(CAPACITY), make()
     before = pointers(q)
     assert quantize(x, out=q) is q
@@ -163,6 +170,7 @@ def test_out_is_written():
 
 @pytest.mark.compile
 def test_compiled_quantize_of_every_capacity(fresh_dynamo):
+    """Check that ``quantize`` compiles once for all capacities."""
     graphs = GraphRecorder()
 
     @torch.compile(fullgraph=True, backend=graphs, dynamic=True)
@@ -181,6 +189,7 @@ def test_compiled_quantize_of_every_capacity(fresh_dynamo):
 
 @pytest.mark.compile
 def test_each_shapes_have_a_graph_of_their_own(fresh_dynamo):
+    """Check that each list of shapes is compiled separately."""
     graphs = GraphRecorder()
 
     @torch.compile(fullgraph=True, backend=graphs)
@@ -247,6 +256,7 @@ def test_shapes_on_a_tensor_cannot_be_traced(fresh_dynamo):
 
 
 def test_the_constructor_checks_its_parts():
+    """Check that the constructor refuses parts that do not fit."""
     x = make()
     facts = ("shape", "dtype", "offs", "rowwise", "columnwise")
     fields = {name: getattr(x, name) for name in facts} | {"fmt": x.format, "shapes": SHAPES}

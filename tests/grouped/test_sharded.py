@@ -47,6 +47,7 @@ def assert_initialized(parameter, fan_in):
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("make", [GroupedLinear, GroupedMLP])
 def test_initialization_after_to_empty(mesh, make, single):
+    """Check that ``reset_parameters`` initializes a sharded module after ``to_empty``."""
     recipe = RECIPES["nvfp4"]
     with torch.device("meta"):
         module = make(GROUPS, K, N, bias=True, recipe=recipe, single_parameter=single)
@@ -67,6 +68,7 @@ def test_initialization_after_to_empty(mesh, make, single):
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_training_gives_the_bits_of_one_process(mesh, reshard, single):
+    """Compare training with FSDP2 to training in one process."""
     options = {"recipe": RECIPES["row-scaled"], "single_parameter": single}
     torch.manual_seed(1)
     plain = GroupedMLP(GROUPS, K, N, **options)

@@ -44,6 +44,7 @@ def same_output(a, b):
 @pytest.mark.parametrize("target", [True, False])
 @pytest.mark.parametrize("source", [True, False])
 def test_either_form_loads_into_either(source, target, bias):
+    """Check that stacked and separate parameters load from each other."""
     a, b = make_layer(source, bias), make_layer(target, bias)
     state = a.state_dict()
     keys = set(state)
@@ -62,6 +63,7 @@ def test_a_redundant_form_is_dropped(single):
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_partial_set_is_missing_keys(strict):
+    """Check that an incomplete set of separate weights counts as missing."""
     layer, state = make_layer(), make_layer(single=False).state_dict()
     del state["weight1"]
     before = layer.weight.detach().clone()
@@ -85,6 +87,7 @@ def test_stacks_of_other_sizes_are_refused():
 
 @pytest.mark.parametrize("single", [True, False])
 def test_a_bias_with_a_unit_dimension(single):
+    """Check that a bias with an extra dimension of size 1 loads."""
     source = make_layer()
     state = source.state_dict()
     state["bias"] = state["bias"].unsqueeze(1)
@@ -94,6 +97,7 @@ def test_a_bias_with_a_unit_dimension(single):
 
 
 def test_keys_carry_the_prefix_of_a_parent():
+    """Check that conversion respects the key prefix of a parent module."""
     a = GroupedMLP(G, K, 32, bias=True, dtype=BF16)
     b = GroupedMLP(G, K, 32, bias=True, dtype=BF16, single_parameter=False)
     b.load_state_dict(a.state_dict())
@@ -102,6 +106,7 @@ def test_keys_carry_the_prefix_of_a_parent():
 
 
 def test_equal_formats_keep_their_bytes():
+    """Check that loading the same format copies bytes in place."""
     a, b = quantized_layer(), quantized_layer()
     pointer = b.weight.rowwise.codes.data_ptr()
     b.load_state_dict(save_and_load(a.state_dict()))
@@ -111,6 +116,7 @@ def test_equal_formats_keep_their_bytes():
 
 @pytest.mark.parametrize("assign", [True, False])
 def test_assigning_keeps_requires_grad(assign):
+    """Check that loading keeps ``requires_grad``."""
     a, b = quantized_layer(), quantized_layer(requires_grad=False)
     b.load_state_dict(a.state_dict(), assign=assign)
     assert isinstance(b.weight, nn.Parameter) and not b.weight.requires_grad
@@ -118,6 +124,7 @@ def test_assigning_keeps_requires_grad(assign):
 
 
 def test_dense_and_quantized_weights_convert():
+    """Check that plain and quantized weights load from each other."""
     dense, quantized = make_layer(), quantized_layer()
     quantized.load_state_dict(dense.state_dict())
     want = grouped.quantize(dense.weight, WEIGHT_FORMAT, columnwise=True)
@@ -150,6 +157,7 @@ def test_loading_and_moving_drop_the_cached_weight():
 @pytest.mark.parametrize("make", [make_layer, quantized_layer])
 @each_copy
 def test_copies_of_modules(copied, make):
+    """Check that copies of modules are independent."""
     a = make()
     b = copied(a)
     same_output(a, b)
@@ -162,6 +170,7 @@ def test_copies_of_modules(copied, make):
 @pytest.mark.parametrize("swap", [True, False])
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_moving_a_quantized_weight(requires_grad, swap):
+    """Check that a cast changes the dtype of a quantized weight and keeps its bytes."""
     layer = quantized_layer(requires_grad=requires_grad)
     before = bytes_of(layer.weight)
     torch.__future__.set_swap_module_params_on_conversion(swap)
@@ -181,6 +190,7 @@ def test_moving_a_quantized_weight(requires_grad, swap):
 
 @pytest.mark.parametrize("single", [True, False])
 def test_construction_on_meta(single):
+    """Check that layers on the meta device run and can be initialized later."""
     torch.manual_seed(3)
     eager = make_layer(single)
     layer = make_layer(single, device="meta")

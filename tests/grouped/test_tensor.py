@@ -46,6 +46,7 @@ MAKES = {"ragged": ragged, "uniform": uniform, "shapes": shaped}
 
 
 def test_metadata():
+    """Check shapes, dtypes and groups of ragged and uniform tensors."""
     x, w = ragged(), uniform()
     assert isinstance(x, torch.Tensor)
     assert x.shape == (36, 64) and x.dtype == BF16 and x.num_groups == 3
@@ -77,6 +78,7 @@ def test_flatten_and_unflatten(fmt, options):
 
 @pytest.mark.parametrize("x", [ragged(), uniform(), parameter()], ids=("x", "w", "parameter"))
 def test_repr_reads_no_values(x):
+    """Check that ``repr`` runs no op."""
     with OpCounter() as counter:
         text = repr(x)
     assert not counter.calls
@@ -111,6 +113,7 @@ SAME_SHAPE = {
 @pytest.mark.parametrize("make_one", MAKES.values(), ids=MAKES)
 @every_format
 def test_views_of_the_same_shape_share_the_storage(fmt, make_one, view):
+    """Check that views of the same shape share the storage."""
     x = make_one(fmt)
     got = view(x)
     assert_same_tensor(got, x)
@@ -135,6 +138,7 @@ def test_views_of_the_same_shape_share_the_storage(fmt, make_one, view):
 )
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_assigning_data(make_other, requires_grad):
+    """Check that ``data`` of a parameter can be replaced."""
     p = parameter(requires_grad)
     detached, old, new = p.detach(), p.data.clone(), make_other(p).detach()
     p.data = new
@@ -146,6 +150,7 @@ def test_assigning_data(make_other, requires_grad):
 
 
 def test_assigning_data_that_cannot_be_held():
+    """Check that assigning unsuitable ``data`` raises and changes nothing."""
     p = parameter()
     before = bytes_of(p)
     with pytest.raises(TypeError, match=r"GroupedTensor, got Tensor; copy_\(\)"):
@@ -159,6 +164,7 @@ def test_assigning_data_that_cannot_be_held():
 
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_views_of_parameters(requires_grad):
+    """Check class and ``requires_grad`` of views of parameters."""
     p = parameter(requires_grad)
     assert isinstance(p, nn.Parameter) and isinstance(p, GroupedTensor)
     assert p.requires_grad is requires_grad and p.is_leaf
@@ -181,6 +187,7 @@ def test_copies_have_their_own_storage(fmt, copied, options):
 
 @every_format
 def test_deepcopy_of_a_parameter(fmt):
+    """Check that a deep copy of a parameter copies its bytes and its gradient."""
     p = parameter(fmt=fmt)
     p.grad = torch.ones(p.shape, dtype=p.dtype)
     got = copy.deepcopy(p)
@@ -222,6 +229,7 @@ def test_tensors_made_like_one_are_plain(create, shape):
 
 
 def test_buffers_for_copies_are_grouped():
+    """Check that ``empty_like`` and ``new_zeros`` return GroupedTensors."""
     p = parameter()
     for make, groups in ((torch.empty_like(p), 3), (p.new_zeros(5, 48, 64), 5)):
         assert (
@@ -268,6 +276,7 @@ def test_a_file_keeps_aliases(fmt):
 
 @every_format
 def test_shared_memory(fmt):
+    """Check that ``share_memory_`` shares all buffers."""
     p = parameter(False, fmt)
     before = p.dequantize()
     assert not p.is_shared()
@@ -278,6 +287,7 @@ def test_shared_memory(fmt):
 
 @every_format
 def test_arithmetic_that_optimizers_use_gives_plain_tensors(fmt):
+    """Check that arithmetic on a quantized tensor gives plain tensors."""
     p = parameter(False, fmt)
     dense = p.dequantize()
     for function in (
@@ -306,6 +316,7 @@ def test_arithmetic_that_optimizers_use_gives_plain_tensors(fmt):
 
 
 def test_gradients_pass_through_decoded_values():
+    """Check that gradients pass through decoded values."""
     p = parameter()
     assert p.dequantize().requires_grad
     factor = torch.randn(p.shape, dtype=p.dtype)
@@ -360,6 +371,7 @@ ALTERNATIVES = {
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", [*REFUSED])
 def test_ops_that_would_decode_are_refused(name, inference):
+    """Check that ops that would decode implicitly are refused."""
     w = uniform()
     before = bytes_of(w)
     with (

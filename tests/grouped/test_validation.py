@@ -20,6 +20,7 @@ def parts_of(x):
 @pytest.mark.parametrize("directions", [(True, True), (True, False), (False, True)])
 @every_format
 def test_the_constructor_restores_a_tensor(fmt, make, directions):
+    """Check that the constructor restores a tensor from its parts."""
     x = make(fmt)
     arguments = parts_of(x)
     for i, is_held in zip((4, 5), directions, strict=True):
@@ -102,6 +103,7 @@ def test_prepacked_activations_are_refused():
 
 
 def test_a_file_of_a_newer_version_says_which_field_it_has():
+    """Check that the error for a file of a newer version names the unknown field."""
     rebuild, arguments = ragged().__reduce_ex__(2)
     names = ("shape", "dtype", "name", "fields", "inner", "grad", "parameter", "version")
     fields = dict(zip(names, arguments, strict=True)) | {"version": "9.9"}

@@ -47,6 +47,7 @@ def test_a_seed_of_a_format_that_takes_none(seed):
 
 
 def test_manual_seed_governs_what_is_not_given():
+    """Check that ``torch.manual_seed`` determines seeds that are not given."""
     x, results = sample(40, 32), []
     for state in (1, 1, 2):
         torch.manual_seed(state)
@@ -64,6 +65,7 @@ def test_nothing_is_drawn_for_other_formats():
 
 @pytest.mark.parametrize("fmt", [STOCHASTIC, SQUARES, NVFP4(four_over_six=True), HADAMARD], ids=str)
 def test_into_a_tensor_and_in_place(fmt):
+    """Check quantization into ``out`` and by ``copy_`` for each variant of NVFP4."""
     x, y = sample(40, 32), sample(40, 32)
     seed = 9 if fmt.is_stochastic else None
     out = grouped.quantize(x, fmt, offs=[13, 40], columnwise=True)
@@ -99,6 +101,7 @@ def gradients(layer, x, dy, offs, state=0, function=None):
 
 
 def test_gradients_follow_the_generator():
+    """Check that stochastic gradients depend on the generator alone."""
     layer, x, dy = GroupedLinear(2, 64, 48, recipe=ROLES), sample(40, 64), sample(40, 48)
     a, again, c = (gradients(layer, x, dy, offs_from_splits((13, 27)), s) for s in (1, 1, 2))
     assert all(map(torch.equal, a, again))
@@ -119,6 +122,7 @@ def test_a_compiled_layer_draws_anew():
 
 @pytest.mark.parametrize("dtype", [F32, F16])
 def test_only_bf16_is_transformed(dtype):
+    """Check that transformed formats refuse dtypes other than bf16."""
     layer = GroupedLinear(2, 64, 48, recipe=ROLES)
     with torch.no_grad():
         layer(sample(40, 64, dtype=dtype), offs_from_splits((13, 27)))

@@ -48,6 +48,7 @@ def versions(w):
 @writes
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 def test_backward_through_a_frozen_weight_that_was_written(recipe, write):
+    """Check that backward raises if a frozen weight was written since the forward pass."""
     layer = frozen_layer(recipe)
     x = sample(40, K).requires_grad_()
     y = layer(x, OFFS)
@@ -73,6 +74,7 @@ def test_every_write_bumps_the_wrapper_and_all_that_it_holds(write):
 
 
 def test_offsets_that_were_written_count_and_others_do_not():
+    """Check that writing the offsets changes their version, and that other writes do not."""
     x = grouped.quantize(sample(40, K), FORMATS["1x16"], offs=OFFS)
     before = x.offs._version
     x.mul_(2)
@@ -109,6 +111,7 @@ def test_inference_tensors_have_no_version():
 @pytest.mark.compile
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 def test_compiled(recipe):
+    """Check that compiled writes change the versions of a weight."""
     layer = frozen_layer(recipe)
     x = sample(40, K).requires_grad_()
     y = compile_full_graph(layer)(x, offs_tensor(*OFFS))
@@ -134,6 +137,7 @@ OPERANDS = {
 @pytest.mark.parametrize("kind", [*OPERANDS])
 @pytest.mark.parametrize("argument", ["a", "b", "bias", "out"])
 def test_out_refuses_tensors_that_require_a_gradient(kind, argument):
+    """Check that ``out`` is refused if an operand requires a gradient."""
     a, b, options = OPERANDS[kind]()
     tensors = {"a": a, "b": b, "bias": torch.zeros(G, N), "out": torch.zeros(40, N)}
     tensors[argument] = tensors[argument].detach().requires_grad_()
@@ -147,6 +151,7 @@ def test_out_refuses_tensors_that_require_a_gradient(kind, argument):
 
 
 def test_quantizing_into_a_leaf_that_requires_a_gradient():
+    """Check that quantizing into a leaf that requires a gradient needs ``no_grad``."""
     p = parameter()
     before = p.rowwise.codes.clone()
     with pytest.raises(RuntimeError, match=r"out requires a gradient.*torch.no_grad\(\)"):

@@ -104,6 +104,7 @@ def test_main_grad_accumulates_in_fp32(name, form, dtype, x, dy):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("option", ["is_first_microbatch", "overwrite_main_grad"])
 def test_main_grad_is_overwritten(option, form, x, dy):
+    """Check that both ways to request it overwrite ``main_grad``."""
     recipe = RECIPES["row-scaled"]
     layer = make_layer(recipe, form, fuse_wgrad_accumulation=True)
     give_main_grads(layer, form, value=torch.nan)
@@ -121,6 +122,7 @@ def test_main_grad_is_overwritten(option, form, x, dy):
 
 
 def test_one_expert_overwrites_and_one_is_frozen(x, dy):
+    """Check that each expert parameter decides for itself to overwrite or to accumulate."""
     layer = make_layer(NVFP4, "discrete", fuse_wgrad_accumulation=True)
     give_main_grads(layer)
     layer.weight0.overwrite_main_grad = True
@@ -192,6 +194,7 @@ def test_hooks_find_a_gradient_of_zeros(form, x, dy):
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("single", [True, False])
 def test_an_invalid_main_grad_raises(single, delay, make, error, match, x, dy):
+    """Check that an invalid ``main_grad`` raises."""
     layer = make_layer(
         NVFP4, "single" if single else "discrete", fuse_wgrad_accumulation=True, delay_wgrad=delay
     )
@@ -214,6 +217,7 @@ def test_an_invalid_main_grad_raises(single, delay, make, error, match, x, dy):
 
 
 def test_main_grad_of_a_quantized_parameter(x, dy):
+    """Check ``main_grad`` of a quantized parameter."""
     layer = make_layer(NVFP4, fuse_wgrad_accumulation=True)
     layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
     give_main_grads(layer)
@@ -258,6 +262,7 @@ def test_delayed_gradients_are_the_same(name, form, fuse):
 
 @pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_backward_computes_dx_only(recipe, x, dy):
+    """Check that a delayed weight gradient is computed in ``backward_dw`` only."""
     layer = make_layer(recipe, delay_wgrad=True)
     y = layer(x.clone().requires_grad_(), torch.tensor(ENDS, dtype=I32))
     with OpCounter() as counter:
@@ -296,6 +301,7 @@ def test_delayed_gradients_with_frozen_parameters(form, frozen, x, dy):
 
 
 def test_hooks_run_in_backward_dw(x, dy):
+    """Check the order in which hooks run in ``backward_dw``."""
     layer = make_layer(NVFP4, delay_wgrad=True)
     assert all(p.skip_backward_post_hook for p in layer.parameters())
     calls = []
@@ -339,6 +345,7 @@ def test_backward_dw_of_a_frozen_layer_does_nothing(x, dy):
 
 @each_copy
 def test_copies_have_no_delayed_gradients(copied, x, dy):
+    """Check that copies of a layer have no pending gradients."""
     layer = make_layer(NVFP4, delay_wgrad=True)
     layer(x, ENDS).backward(dy)
     with pytest.raises(RuntimeError, match="nothing to compute"):
@@ -353,6 +360,7 @@ OPTION_NAMES = ("fused", "delayed")
 @pytest.mark.compile
 @pytest.mark.parametrize("options", OPTIONS, ids=OPTION_NAMES)
 def test_compiled_layers_break_the_graph(options, x, dy, fresh_dynamo):
+    """Check that compiled layers with delayed or fused gradients match eager ones."""
     recipe, offs = NVFP4, torch.tensor(ENDS)
     layer, eager = make_layer(recipe, **options), make_layer(recipe, **options)
     for module in (layer, eager):
@@ -369,6 +377,7 @@ def test_compiled_layers_break_the_graph(options, x, dy, fresh_dynamo):
 @pytest.mark.compile
 @pytest.mark.parametrize("options", OPTIONS, ids=OPTION_NAMES)
 def test_one_graph_exports_and_transforms_raise(options, x, fresh_dynamo):
+    """Check that full graphs, exports and transforms of such layers raise."""
     layer, offs = make_layer(NVFP4, **options), torch.tensor(ENDS)
     give_main_grads(layer)
     message = "trains in eager mode only"
@@ -384,6 +393,7 @@ def test_one_graph_exports_and_transforms_raise(options, x, fresh_dynamo):
 @pytest.mark.compile
 @pytest.mark.parametrize("options", OPTIONS, ids=OPTION_NAMES)
 def test_one_graph_without_gradients_of_parameters(options, x, dy, fresh_dynamo):
+    """Check that such layers compile to one graph without parameter gradients."""
     layer, offs = make_layer(NVFP4, **options), torch.tensor(ENDS)
     eager, graph = make_layer(NVFP4, **options), compile_full_graph(layer)
     with torch.no_grad():
@@ -423,6 +433,7 @@ def test_a_step_without_delayed_gradients_warns(single, x, dy, recwarn):
 
 
 def test_a_copied_layer_warns_for_its_own_gradients(x, dy, recwarn):
+    """Check that a copied layer warns of its own pending gradients only."""
     layer = make_layer(RECIPES["bf16"], delay_wgrad=True)
     layer(x, ENDS).backward(dy)
     again = copy.deepcopy(layer)

@@ -61,6 +61,7 @@ def make_input(device=CUDA, seed=1):
 
 
 def step(layer, x, offs):
+    """Run a forward and a backward pass, and return the output and all gradients."""
     x = x.clone().requires_grad_()
     y = layer(x, offs)
     y.float().square().sum().backward()
@@ -79,6 +80,7 @@ def assert_same(got, want, closely=()):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", LAYERS.values(), ids=LAYERS)
 def test_a_step_has_the_bits_of_the_tensor_core_reference(kind, recipe, split):
+    """Compare a step on the GPU with the reference of its tensor core."""
     cpu = torch.device("cpu")
     with cute_kernels.backend(f"reference:{ARCH}"):
         want = step(make_layer(recipe, cpu, kind=kind), make_input(cpu), ends(split, cpu))
@@ -91,6 +93,7 @@ def test_a_step_has_the_bits_of_the_tensor_core_reference(kind, recipe, split):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", LAYERS.values(), ids=LAYERS)
 def test_a_step_reads_nothing_on_the_host(kind, recipe, request):
+    """Check that a step does not synchronize with the GPU."""
     layer, x, offs = make_layer(recipe, kind=kind), make_input(), ends(SPLITS[0])
     want = step(layer, x, offs)  # compiles
     request.getfixturevalue("no_synchronization")
@@ -102,6 +105,7 @@ def test_a_step_reads_nothing_on_the_host(kind, recipe, request):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", LAYERS.values(), ids=LAYERS)
 def test_graph_replay_with_other_offsets_and_rows(kind, recipe):
+    """Check that a captured graph replays with other offsets and rows."""
     layer, x, offs = make_layer(recipe, kind=kind), make_input(), ends(SPLITS[0])
     inputs = [(ends(split), make_input(seed=i)) for i, split in enumerate(SPLITS)]
     expected = [step(layer, rows, split) for split, rows in inputs]
@@ -139,6 +143,7 @@ def test_two_streams(recipe):
 
 @pytest.mark.compile
 def test_compiled_step():
+    """Compare a compiled step with an eager step."""
     layer, offs = make_layer(grouped.recipes.NVFP4RowScaled), ends(SPLITS[0])
     want = step(layer, make_input(), offs)
     got = step(torch.compile(layer, fullgraph=True), make_input(), offs)
@@ -147,6 +152,7 @@ def test_compiled_step():
 
 
 def test_dequantize_and_members_on_the_gpu():
+    """Compare decoded values and members with those of the CPU."""
     x, offs = make_input(), ends(SPLITS[0])
     q = grouped.quantize(x, grouped.NVFP4(row_scaled=True), offs=offs, columnwise=True)
     want = grouped.quantize(x.cpu(), q.format, offs=offs.cpu(), columnwise=True)
@@ -161,6 +167,7 @@ def test_dequantize_and_members_on_the_gpu():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_lens_waits_for_nothing_and_sees_what_it_sees_on_a_cpu(recipe):
     def looked(device):
+        """Return a step's results and the records of the inspector on one device."""
         layer, x, offs = make_layer(recipe, device), make_input(device), ends(SPLITS[0], device)
         plain = step(layer, x, offs)
         with grouped.inspect.inspect_quantization(layer):
@@ -224,6 +231,7 @@ def test_offs_are_checked_without_a_synchronization():
 
 
 def test_threads_of_autograd_have_the_block_of_the_thread_that_calls_backward():
+    """Check that autograd threads use the backend of the thread that calls ``backward``."""
     values, barrier = {}, threading.Barrier(2)
 
     class Note(torch.autograd.Function):

@@ -54,6 +54,7 @@ def step(recipe, backend):
 @pytest.mark.emulated
 @pytest.mark.parametrize(("arch", "recipe"), STEPS)
 def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, arch):
+    """Compare an emulated step with the reference of its tensor core."""
     cute_kernels.emulator.reset_stats()
     loss, gradients = step(recipe, f"emulated:{arch}")
     assert cute_kernels.emulator.stats()["mma_flops"] > 0

@@ -19,6 +19,7 @@ RECIPES = {"NVFP4": recipes.NVFP4(), "FP8Block": recipes.FP8Block(), "W4A16": re
 
 
 def make_model(recipe=RECIPES["NVFP4"], **options):
+    """Return a small prepared model."""
     torch.manual_seed(0)
     model = nn.ModuleDict(
         {"mlp": grouped.nn.GroupedMLP(2, 64, 64, bias=True, recipe=recipe, dtype=BF16)}
@@ -55,6 +56,7 @@ def prepared_by_accelerator(model):
     "offload", [cpu_offload, cpu_offload_with_hook, dispatch, prepared_by_accelerator]
 )
 def test_offloaded_weights_have_the_same_bits(offload, recipe):
+    """Check that offloaded weights give the same bits."""
     model = make_model(recipe)
     want = run(model)
     offload(model)
@@ -70,6 +72,7 @@ def test_offloaded_weights_have_the_same_bits(offload, recipe):
 
 
 def test_offloaded_weights_come_back():
+    """Check that removing the hooks restores the weights."""
     model = make_model()
     want = run(model)
     cpu_offload(model)
@@ -79,6 +82,7 @@ def test_offloaded_weights_come_back():
 
 
 def test_a_parameter_by_its_class():
+    """Check that the class of a parameter constructs parameters from GroupedTensors only."""
     p = nn.Parameter(grouped.quantize(torch.ones(2, 32, 64), FORMATS[0]), requires_grad=False)
     for requires_grad in (False, True):
         again = type(p)(p.data, requires_grad=requires_grad)
@@ -94,6 +98,7 @@ def test_a_parameter_by_its_class():
 
 
 def test_disk_offload_is_refused_before_anything_changes(tmp_path):
+    """Check that offloading to disk is refused and changes nothing."""
     model = make_model()
     want = run(model)
     for dtype in (BF16, F16, F32):
@@ -164,6 +169,7 @@ def test_other_libraries_get_no_null_pointer():
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_what_the_message_advises(fmt, tmp_path):
+    """Check both ways to save that the error message recommends."""
     q = grouped.quantize(torch.randn(2, 32, 64, generator=seeded_generator(0)), fmt)
     safetensors.save_file(q.to_parts(), tmp_path / "a")
     again = GroupedTensor.from_parts(fmt, **safetensors.load_file(tmp_path / "a"), dtype=q.dtype)
@@ -180,6 +186,7 @@ def test_what_the_message_advises(fmt, tmp_path):
     ],
 )
 def test_copies_of_prepared_models(copied, tmp_path):
+    """Check that copies and saved states of prepared models give the same bits."""
     model = make_model()
     if copied is None:
         torch.save(model, tmp_path / "model")
@@ -197,6 +204,7 @@ def test_copies_of_prepared_models(copied, tmp_path):
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_prepared_models_change_their_dtype(recipe, dtype):
+    """Check that prepared models can be cast."""
     model = make_model(recipe)
     want = run(model)
     model.to(dtype)
@@ -216,6 +224,7 @@ def test_a_dtype_that_no_weight_has():
 
 
 def test_swapped_weights():
+    """Check that ``swap_tensors`` exchanges quantized weights."""
     a, b = make_model(), make_model()
     with torch.no_grad():
         b["mlp"].down.weight.mul_(2)

@@ -37,6 +37,7 @@ def quantized_model(*names, **options):
 
 
 def adapted(model, targets):
+    """Return a model with LoRA adapters of random values."""
     torch.manual_seed(3)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, **targets))
     for name, p in model.named_parameters():
@@ -46,6 +47,7 @@ def adapted(model, targets):
 
 
 def losses(model):
+    """Train for three steps, and return the losses."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     values = []
     for _ in range(3):
@@ -82,6 +84,7 @@ def test_advice_without_the_columnwise_copy_can_be_followed():
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 @pytest.mark.parametrize("implementation", ["grouped_bf16", "grouped_nvfp4"])
 def test_adapters_of_quantized_experts_add_to_decoded_weights(name, implementation):
+    """Compare adapters of quantized experts with adapters of decoded experts."""
     decoded = plain_model(name, implementation)
     for layer in decoded.model.layers:
         for weight in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
@@ -112,6 +115,7 @@ def test_adapted_experts_are_not_replaced():
 
 
 def test_products_of_a_quantized_factor_are_refused():
+    """Check that ``baddbmm`` takes a quantized summand and refuses quantized factors."""
     w = grouped.quantize(torch.ones(2, 32, 32, dtype=BF16), NVFP4)
     plain = torch.ones(2, 32, 32, dtype=BF16)
     assert_same_bytes(torch.baddbmm(w, plain, plain), torch.baddbmm(w.dequantize(), plain, plain))

@@ -32,6 +32,7 @@ def converted(recipe, config=CONFIG, **options):
 
 @pytest.mark.parametrize("recipe", ["BF16", "FP8Block", recipes.NVFP4()])
 def test_converted_experts(recipe):
+    """Compare converted experts with those of torchtitan."""
     theirs, ours = CONFIG.build(), converted(recipe).build()
     assert type(ours).__name__ == "CuteGroupedExperts"
     for p in theirs.parameters():
@@ -91,6 +92,7 @@ def test_experts_spread_by_torchtitan(tmp_path):
 
 
 def test_layers_that_stay():
+    """Check nested configs, and options that leave no experts to convert."""
     nested = moe.RoutedExperts.Config(inner_experts=CONFIG, token_dispatcher=None)
     converted("MXFP8", nested)
     assert isinstance(nested.inner_experts.recipe, recipes.MXFP8)
@@ -100,6 +102,8 @@ def test_layers_that_stay():
 
 
 def test_first_and_last_layers_stay():
+    """Check that ``skip``, ``skip_first`` and ``skip_last`` leave layers unconverted."""
+
     @dataclasses.dataclass
     class Config(Configurable.Config):
         layers: list
@@ -168,7 +172,7 @@ def test_what_was_converted_is_logged(logged):
 
 
 def test_overrides_of_experts(logged):
-    """Those of torchtitan pass over converted experts, which is said; with ``after`` both are had."""  # noqa: E501
+    """Check that torchtitan's override skips converted experts with a message, unless ``after``."""
     fused = "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
     converted("FP8Block", converted("FP8Block", tree_of(1))).layers[0].build()
     tree = converted("FP8Block", tree_of(1))

@@ -71,6 +71,7 @@ def single_rank():
 
 
 def model_of(name, dtype=BF16):
+    """Return a small random model in ``eval`` mode."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**COMMON | MODELS[name])
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -91,6 +92,7 @@ def logits(model, implementation):
 
 @pytest.mark.parametrize("name", [*MODELS])
 def test_logits_are_as_near_to_fp64_as_stock(name):
+    """Check that the distance of the logits from fp64 is within a bound of stock transformers."""
     exact = logits(model_of(name, torch.float64), "eager")
     model = model_of(name)
 
@@ -105,6 +107,7 @@ def test_logits_are_as_near_to_fp64_as_stock(name):
 @pytest.mark.parametrize("implementation", ["grouped_nvfp4", "grouped_fp8_block"])
 @pytest.mark.parametrize("name", [*MODELS])
 def test_prepared_weights_give_the_same_bits(name, implementation):
+    """Check that prepared weights give the same logits."""
     model = model_of(name)
     want = logits(model, implementation)
     assert integration.prepare(model) == (1 if name == "DeepseekV3" else 2)
@@ -116,6 +119,7 @@ def test_prepared_weights_give_the_same_bits(name, implementation):
 
 
 def test_w4a16_is_a_product_with_decoded_weights():
+    """Compare W4A16 experts with a model of decoded weights."""
     model = model_of("GptOss")
     decoded = copy.deepcopy(model)
     for layer in decoded.model.layers:
@@ -133,6 +137,7 @@ def test_w4a16_is_a_product_with_decoded_weights():
     [*((name, "grouped_bf16") for name in MODELS), ("Mixtral", "grouped_fp8_block")],
 )
 def test_training_with_checkpointing_and_adamw(name, implementation):
+    """Check that checkpointing changes no gradient, and that training reduces the loss."""
     model = model_of(name).train()
     model.set_experts_implementation(implementation)
 
@@ -156,6 +161,7 @@ def test_training_with_checkpointing_and_adamw(name, implementation):
 
 
 def experts_of(**options):
+    """Return an experts module with random weights and the given options."""
     gated = options.get("has_gate", True)
 
     @moe.use_experts_implementation(**options)
@@ -179,6 +185,7 @@ def experts_of(**options):
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("options", [{}, {"has_gate": False}, {"has_post_expert_norm": True}])
 def test_other_experts_beside_stock(options, parallel):
+    """Compare experts with other options to stock transformers."""
     if not options.keys() <= inspect.signature(moe.use_experts_implementation).parameters.keys():
         pytest.skip(f"this release of transformers has no {options}")
     experts = experts_of(**options)
@@ -219,6 +226,7 @@ def test_compiled_in_one_graph(name, fresh_dynamo):
 
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
 def test_prepare_changes_all_or_nothing(name):
+    """Check that ``prepare`` changes no layer if one layer cannot be prepared."""
     model = model_of(name)
     before = logits(model, "grouped_nvfp4")
     last_logits = model.model.layers[-1].mlp.experts
@@ -234,6 +242,7 @@ def test_prepare_changes_all_or_nothing(name):
 
 
 def test_what_a_prepared_model_says(tmp_path):
+    """Check the memory footprint and the errors of a prepared model."""
     model = model_of("Mixtral")
     model.set_experts_implementation("grouped_nvfp4")
     plain, values = model.get_memory_footprint(), model.state_dict()
@@ -255,6 +264,7 @@ def test_what_a_prepared_model_says(tmp_path):
 
 
 def test_what_is_refused():
+    """Check that invalid registrations and preparations are refused."""
     with pytest.raises(ValueError, match="scales that last from step to step"):
         integration.register(mine=recipes.FP8Delayed())
     with pytest.raises(TypeError, match="recipe"):
@@ -288,6 +298,7 @@ def test_a_recipe_of_ones_own():
 @pytest.mark.parametrize("implementation", [*integration.RECIPES])
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 def test_prepared_models_of_other_dtypes_run(name, implementation, dtype):
+    """Check prepared models in fp32 and fp16."""
     model = model_of(name, dtype)
     want = logits(model, implementation)
     integration.prepare(model, grouped.NVFP4() if implementation == "grouped_bf16" else None)
@@ -301,6 +312,7 @@ def test_prepared_models_of_other_dtypes_run(name, implementation, dtype):
 
 @pytest.mark.distributed
 def test_sharded_models_are_refused(single_rank):
+    """Check that ``prepare`` refuses a model sharded with FSDP2."""
     model = model_of("Mixtral")
     want = logits(model, "grouped_nvfp4")
     for layer in model.model.layers:
@@ -319,6 +331,7 @@ def test_sharded_models_are_refused(single_rank):
 
 @pytest.mark.distributed
 def test_experts_that_are_dtensors_are_refused(single_rank):
+    """Check that ``prepare`` refuses experts that are DTensors."""
     model = model_of("Mixtral")
     model.set_experts_implementation("grouped_nvfp4")
     experts = model.model.layers[-1].mlp.experts
@@ -333,6 +346,7 @@ def test_experts_that_are_dtensors_are_refused(single_rank):
 
 
 def test_prepared_weights_train():
+    """Check that prepared weights train with fp32 masters."""
     model, masters = model_of("Mixtral").train(), {}
     model.set_experts_implementation("grouped_fp8_block")
     integration.prepare(model, trainable=True, masters=masters)
@@ -348,6 +362,7 @@ def test_prepared_weights_train():
 
 
 def test_a_prepared_model_takes_implementations_that_multiply_its_weights(tmp_path):
+    """Check that a prepared model refuses implementations that cannot multiply its weights."""
     model = model_of("Mixtral")
     model.set_experts_implementation("grouped_bf16")
     integration.prepare(model, grouped.MXFP8())
@@ -388,9 +403,10 @@ def test_weights_lie_as_the_implementation_reads_them():
 
 
 def test_prepared_experts_ask_transformers_for_nothing(monkeypatch):
-    """A decode step waits for the host.
+    """Check that a forward pass of prepared experts does not query the registry of transformers.
 
-    What the config or transformers' registry says still decides.
+    A lookup in every layer would slow the host down in a decode step. Later changes of the
+    implementation or of the registry still take effect.
     """
     model, ids = model_of("Qwen3Moe"), ids_of()
     model.set_experts_implementation("grouped_bf16")
@@ -414,6 +430,7 @@ def test_prepared_experts_ask_transformers_for_nothing(monkeypatch):
 
 
 def test_a_captured_call_that_quantizes_experts_warns(monkeypatch):
+    """Check that a captured call warns if it quantizes experts."""
     model, ids = model_of("Qwen3Moe"), ids_of()
     model.set_experts_implementation("grouped_fp8_current")
     monkeypatch.setattr(kept, "is_captured", lambda weight: True)
@@ -430,6 +447,7 @@ def test_a_captured_call_that_quantizes_experts_warns(monkeypatch):
 
 @pytest.mark.parametrize("name", [*MODELS])
 def test_names_of_experts_that_transformers_does_not_read_are_warned_of(name, tmp_path):
+    """Check that saving warns of names that transformers does not load."""
     model = model_of(name)
     model.set_experts_implementation("grouped_bf16")
     with warnings.catch_warnings(record=True) as caught:
@@ -443,6 +461,7 @@ def test_names_of_experts_that_transformers_does_not_read_are_warned_of(name, tm
 
 @pytest.mark.emulated
 def test_a_recorded_call_sees_that_a_weight_lies_in_another_order():
+    """Check that a replayed call notices that a weight has been prepacked or unpacked."""
     pytest.importorskip("cutlass")
     model = model_of("Qwen3Moe")
     model.set_experts_implementation("grouped_nvfp4")

@@ -90,6 +90,7 @@ def numbers_near_all_steps():
     ],
 )
 def test_every_curve_has_the_bits_of_the_reference(arch, uses_table, act):
+    """Compare every activation curve with the bits of the reference."""
     a, record = numbers_near_all_steps(), parse_activation(act)
     a = a[: 65536 if uses_table else len(a) // 2 * 2]
     b, grad = torch.randn(2, len(a), generator=seeded_generator(0)) * 4
@@ -136,6 +137,7 @@ def test_codes_of_every_format(arch, text, act, direction):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_fp16_and_fp32_inputs(dtype):
+    """Compare quantized activations of fp16 and fp32 inputs with the reference."""
     for text in ("mxfp8", "fp8"):
         x = inputs("swiglu", (3, 70), 96, dtype=DTYPES[dtype])
         check("sm_90a", lambda a=(text, "swiglu", x): quantize(*a, None, "both"))
@@ -158,6 +160,7 @@ def test_any_order_of_events(mode):
 
 
 def test_given_amaxes_and_many_groups():
+    """Compare given amaxes and many groups with the reference."""
     offs = offs_of_many_groups()
     x = inputs("swiglu", (int(offs[-1]) + 5,), 48)
     amax = torch.rand(len(offs)) - 0.5
@@ -165,6 +168,7 @@ def test_given_amaxes_and_many_groups():
 
 
 def test_only_rows_of_groups_are_read():
+    """Check that kernels read no rows outside of the groups."""
     offs = offs_tensor(3, 131, 219)
     x = inputs("swiglu", (260,), 160)
     options = {"activation": "swiglu"}

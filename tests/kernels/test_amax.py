@@ -61,6 +61,7 @@ def test_amaxes_of_uniform_groups():
 
 
 def test_many_groups_in_chaos_and_races():
+    """Check the amaxes of many groups in chaos mode and for data races."""
     offs = offs_of_many_groups()
     problem = Problem(random_input((int(offs[-1]) + 9, 16), BF16), offs)
     config = AmaxConfig("bfloat16", per_row=True)

@@ -179,6 +179,7 @@ def test_invalid_end_rows(text):
 @each_mode
 @pytest.mark.parametrize("text", [*ONE_PER_LAYOUT, DELAYED])
 def test_tiles_in_any_order(text, mode):
+    """Check that tiles give the same bytes in any order of events."""
     arch = ARCHITECTURES[mode.get("seed", 0) % 2]
     problem = Problem(random_input((300, 544), BF16), offs_tensor(0, 130, 131, 290))
     check(TileConfig(text, "bfloat16", "ragged", True, True, arch=arch), problem, **mode)
@@ -217,6 +218,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("text", "dtype", "warps", "rows"), ROWS)
 def test_rows_of_all_formats(text, dtype, warps, rows):
+    """Compare the row quantizer with the reference for all formats with 8-bit codes."""
     for i, case in enumerate(cases_of(text)):
         problem = ragged(*case, dtype)
         config = RowsConfig(

@@ -56,6 +56,7 @@ def test_tiles_in_flight_have_enough_barriers(dtype):
 
 
 def test_configurations_give_reasons():
+    """Check that configurations give a reason for each problem that they cannot compute."""
     problem = QuantizeProblem("bfloat16", 4096)
     rows = choose_row_config(BY_ROW, problem)
     assert rows.can_implement(problem) and rows.warps_per_row == 2

@@ -53,6 +53,7 @@ def test_sums_of_ragged_groups(arch, dtype):
 
 @each_arch
 def test_sums_of_uniform_groups(arch):
+    """Check sums of uniform groups, of strided gradients and of groups without rows."""
     dy = gradient(3 * 130, 72, offs_tensor(390)).view(3, 130, 72)
     check(arch, lambda: dbias(dy))
     check(arch, lambda: dbias(dy[:, ::2, 1:]))
@@ -76,6 +77,7 @@ def test_more_than_a_thousand_groups(arch):
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_special_values(dtype):
+    """Check sums with infinity, NaN, subnormal numbers and negative zeros."""
     info = torch.finfo(dtype)
     numbers = [0.0, -0.0, info.max, -info.max, info.tiny / 2, -info.tiny / 4]
     numbers += [torch.inf, -torch.inf, torch.nan]
@@ -90,6 +92,7 @@ def test_special_values(dtype):
 
 
 def test_only_rows_of_groups_are_read():
+    """Check that rows outside of the groups are not read."""
     rows, cols, offs = CASES["tail"]
     dy = gradient(rows, cols, offs)
     live = int(offs[-1])
@@ -117,6 +120,7 @@ def test_views():
 
 @unchecked_end_rows()
 def test_falling_end_rows_stay_in_the_buffer():
+    """Check that falling end rows cause no access outside of the buffers."""
     dy = gradient(140, 64, offs_tensor(140))
     out = torch.zeros(2, 64)
     falling = offs_tensor(100, 20)

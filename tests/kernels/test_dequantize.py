@@ -157,6 +157,7 @@ def test_more_than_a_thousand_groups(kind):
 
 @each_kind
 def test_only_rows_of_groups_are_touched(kind):
+    """Check that rows outside of the groups are neither read nor written."""
     rows, cols, offs = RAGGED["tail"]
     args = arguments((rows, cols), offs, kind)
     codes, scales, amax = args[:3]
@@ -185,6 +186,7 @@ def test_only_rows_of_groups_are_touched(kind):
 
 @pytest.mark.parametrize("live", [0, 219, 259, 260])
 def test_the_tail_of_a_new_result_is_zero(live):
+    """Check that a new result has zeros in its tail."""
     args = arguments((260, 144), offs_tensor(0, 0, live), "row-scaled")
     want = dequantize(args)
     storage = torch.full((2, 260, 144), -7.0, dtype=BF16)
@@ -201,6 +203,7 @@ def test_the_tail_of_a_new_result_is_zero(live):
 @pytest.mark.parametrize("kind", [*KINDS, *ONE_PER_LAYOUT])
 @unchecked_end_rows()
 def test_invalid_end_rows(kind):
+    """Check that invalid end rows cause no access outside of the buffers."""
     args = arguments((140, 64), offs_tensor(-5, 20, 1000, 2**31 - 1), kind)
     for num_sms in (1, 7):
         check("sm_90a", lambda: dequantize(args), num_sms=num_sms)
@@ -212,6 +215,7 @@ def test_invalid_end_rows(kind):
 
 @each_kind
 def test_generated_code_is_exact_without_spills(kind):
+    """Check that the generated code uses exact instructions and no local memory."""
     text, columnwise = KINDS[kind]
     config = choose_dequantize_config(parse(text), "bfloat16", "ragged", columnwise)
     assert pickle.loads(pickle.dumps(config)) == config

@@ -32,6 +32,7 @@ def codes_and_scales():
 
 
 def test_expand_leaves_the_tail_unchanged():
+    """Check that the expanding kernel leaves the tail unchanged."""
     codes, scales = codes_and_scales()
     assert codes.shape == (ROWS, 160) and len(scales) > TILES
     out = make_output(F16)
@@ -42,6 +43,7 @@ def test_expand_leaves_the_tail_unchanged():
 
 
 def test_arrange_leaves_the_tail_unchanged():
+    """Check that the arranging kernel leaves the tail unchanged."""
     x, out = randn(ROWS, COLS, seed=0).bfloat16(), make_output(BF16)
     kernel = compiled(ArrangeConfig("bfloat16"), "sm_90a")
     check_touched(
@@ -51,6 +53,7 @@ def test_arrange_leaves_the_tail_unchanged():
 
 
 def test_gathered_rows_are_arranged_like_copied_rows():
+    """Compare gathered rows with a copy of the rows, also for invalid indices."""
     x, plain, out = randn(50, COLS, seed=0).bfloat16(), make_output(BF16), make_output(BF16)
     index = torch.randint(0, 50, (ROWS,), generator=torch.Generator().manual_seed(0)).int()
     index[[0, 3, 9, 229]] = torch.tensor([-1, 50, 2**31 - 1, -(2**31)], dtype=torch.int32)
@@ -65,6 +68,7 @@ def test_gathered_rows_are_arranged_like_copied_rows():
 
 @pytest.mark.parametrize("case", [*INVALID_END_ROWS])
 def test_invalid_end_rows_stay_in_the_buffers(case):
+    """Check that invalid end rows cause no access outside of the buffers."""
     offs = INVALID_END_ROWS[case]
     codes = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4()).codes.contiguous()
     scales = torch.zeros(ROWS // 128 + len(offs), 5, 512, dtype=U8)

@@ -219,6 +219,7 @@ def test_the_tile_follows_the_rows_of_a_group(config, rows_per_group, tile):
 
 
 def test_the_tile_follows_the_bandwidth():
+    """Check that the chosen tile depends on the bandwidth of the GPU."""
     problem = GemmProblem("fp8", "m_grouped", "bfloat16", 128, 128 * 64, 5760, k=2880)
     h200, h100 = (2 * clock * bus / 8 for clock, bus in ((3.201e9, 6144), (2.619e9, 5120)))
     for bandwidth, tile in (

@@ -110,6 +110,7 @@ def test_tails_of_every_length(name):
 
 @pytest.mark.parametrize("name", ["256x256 partial", "128x128 partial"])
 def test_shared_memory_has_no_bank_conflicts(name):
+    """Check that shared memory has no bank conflicts."""
     product = m_grouped(TILED[name], [256, 0, 200], 264, 64)
     emulator.reset_stats()
     product.run(2)
@@ -129,6 +130,7 @@ def test_every_tile(name):
 
 
 def test_wgrad_of_an_empty_group_is_zero_or_unchanged():
+    """Check that wgrad writes zeros for an empty group, or leaves it when it accumulates."""
     zeros = k_grouped(WGRAD, [4, 0], 8, 16).run()[1]
     assert zeros.equal(torch.zeros(8, 16)) and not zeros.signbit().any()
     # Negative and infinite factors do not change that.
@@ -159,6 +161,7 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 
 @pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
 def test_infinite_and_nan_factors_stay_in_their_rows(config):
+    """Check that infinite and NaN global scales of rows affect only their rows."""
     product = m_grouped(config, [40, 9], 16, 32)
     product.a.amax[3], product.a.amax[41] = torch.inf, torch.nan
     got, want = product.run(), product.expected()

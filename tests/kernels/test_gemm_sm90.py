@@ -126,6 +126,7 @@ def test_plain_operands_of_all_shapes(config, shape, device):
     + [("bf16", M_TILES["256x160 fitted"])],
 )
 def test_every_tile(tile, kind, device):
+    """Run every tile on ragged groups, and compare with the reference."""
     base = Sm90GemmConfig(out_dtype="float32", tile=M_TILES["128x128"], **KINDS[kind])
     if base.why_unsupported(tile):
         with pytest.raises(ValueError, match="cannot have the tile"):
@@ -186,6 +187,7 @@ def test_extreme_weights_and_activations(dtype, device):
 @pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
 @pytest.mark.parametrize("tile", SM90_TILES, ids=tile_name)
 def test_every_tile_fits_shared_memory_and_registers(tile, operand):
+    """Check that every tile fits into shared memory and registers."""
     grouping = "m_grouped" if tile.swap_ab else "k_grouped"
     base = Sm90GemmConfig(operand, grouping, tile=Sm90GemmConfig.any_tile(grouping))
     if base.why_unsupported(tile):

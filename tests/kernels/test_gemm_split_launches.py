@@ -46,6 +46,7 @@ def run(product, launches, num_sms, device):
 @pytest.mark.parametrize("mean", [16, 64, 80, 128, 512])
 @pytest.mark.parametrize("kind", [*KINDS])
 def test_launches_handle_every_row_once(kind, mean):
+    """Check that the launches that share a product cover every row once."""
     launches = launches_of(kind, mean)
     row_ranges = [row_range.handled_rows for row_range in launches]
     assert len({row_range.chunk_rows for row_range in row_ranges}) == 1
@@ -93,6 +94,7 @@ def test_a_tile_must_hold_its_row_range():
 
 @pytest.mark.parametrize("kind", [*KINDS])
 def test_bits_equal_those_of_one_kernel(kind, device):
+    """Compare a product of several launches with the bits of the reference."""
     launches = launches_of(kind)
     assert len(launches) > 1
     # The tail has NaN activations, and its output rows must stay unchanged.
@@ -116,6 +118,7 @@ def test_skewed_routings(sizes, device):
 
 @each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
+    """Check that several launches give the same bits in every order of events."""
     launches = launches_of("nvfp4")
     product = m_grouped(launches[0], [140, 0, 9, 60, 1, 70], 136, 416, tail=2)
     want = product.expected()
@@ -132,6 +135,7 @@ def relative_flops(product, launches):
 
 
 def test_tensor_cores_do_little_unneeded_work():
+    """Check that split launches multiply little padding."""
     launches = launches_of("nvfp4")
     product = m_grouped(launches[0], [260, 3, 7, 66, 12, 0, 20, 90, 5, 33], 512, 128)
     assert relative_flops(product, launches) < 1.25

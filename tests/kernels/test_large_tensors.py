@@ -99,6 +99,7 @@ def last_tile(before):
 
 @each_shape
 def test_amax_of_rows_and_groups(name):
+    """Check amaxes at addresses beyond 2^31 elements."""
     before, cols = SHAPES[name]
     x = random_input((ROWS, cols), BF16)
     big = append_to_zeros(x, before)
@@ -114,6 +115,7 @@ def test_amax_of_rows_and_groups(name):
 @each_arch
 @each_shape
 def test_row_quantizer(name, arch):
+    """Check the row quantizer at addresses beyond 2^31 elements."""
     before, cols = SHAPES[name]
     x = random_input((ROWS, cols), BF16)
     big, tile = append_to_zeros(x, before), last_tile(before)
@@ -203,6 +205,7 @@ def test_tile_quantizer(name, text, uniform, arch):
 
 @pytest.mark.parametrize("vectorized", [True, False])
 def test_dbias_of_far_rows(vectorized):
+    """Check dbias at addresses beyond 2^31 elements."""
     before, cols = SHAPES["long rows"]
     x = random_input((ROWS, cols), BF16)
     big, offs = append_to_zeros(x, before), offs_tensor(before, before + ROWS)
@@ -227,6 +230,7 @@ DIRECTIONS = {"rowwise": (False, False), "row-scaled": (True, False), "columnwis
 @pytest.mark.parametrize("direction", [*DIRECTIONS])
 @each_shape
 def test_dequantize_far_rows(name, direction, uniform):
+    """Check the dequantizer at addresses beyond 2^31 elements."""
     row_scaled, columnwise = DIRECTIONS[direction]
     before, cols = SHAPES[name]
     tile = last_tile(before)
@@ -281,6 +285,7 @@ def test_dequantize_far_rows(name, direction, uniform):
 
 @each_arch
 def test_gather_and_combine_far_rows(arch):
+    """Check gather and combine at addresses beyond 2^31 elements."""
     last_rows, before, index = random_input((ROWS, 512), BF16), 2**23, torch.randperm(ROWS).int()
     row, weight, h = index.view(-1, 4), torch.rand(ROWS // 4, 4), append_to_zeros(last_rows, before)
     want = ops.moe_gather(last_rows, index), ops.moe_combine(last_rows, row, weight)
@@ -290,6 +295,7 @@ def test_gather_and_combine_far_rows(arch):
 
 
 def test_dequantize_zeroes_a_long_tail():
+    """Check that the dequantizer writes zeros to a tail beyond 2^31 elements."""
     before, cols = SHAPES["long rows"]
     before -= 128
     codes = sparse(before + 2, cols // 2, dtype=U8)

@@ -104,6 +104,7 @@ def count_instructions(tile, arch, op, arguments):
 @each_arch
 @pytest.mark.parametrize("name", [*READERS])
 def test_empty_groups_cost_little(name, arch):
+    """Check that thousands of empty groups cost few instructions."""
     op, make, most = READERS[name]
     x = sample(ROWS, K)
     tile = (FP8_TILES if make is fp8_product else TILES)[arch]

@@ -168,6 +168,7 @@ def test_rows_of_uniform_groups(arch):
 @pytest.mark.parametrize("dtype", [*DTYPES])
 @each_arch
 def test_special_values(arch, dtype):
+    """Quantize infinity, NaN, and tiny values whose encode factor is clamped."""
     x = special_input(150, 128, DTYPES[dtype])
     x[8::7, 48:64] = -torch.nan
     # The last group has tiny values only: its encode factor is clamped to FMAX.
@@ -256,6 +257,7 @@ def test_tiles_in_any_order(arch, variant, cols, mode):
 
 @each_arch
 def test_bands_of_tiles_without_rows(arch):
+    """Check groups whose tiles leave whole bands without rows."""
     band = TileConfig.band
     offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
     problem = Problem(random_input((1600, 272), BF16), offs_tensor(*offs))
@@ -312,6 +314,7 @@ def test_only_rows_of_groups_are_touched(kind):
 
 
 def test_invalid_end_rows_stay_in_the_buffers():
+    """Check that invalid end rows are clamped to the buffers."""
     x = random_input((140, 64), BF16)
     clamped = Problem(x, offs_tensor(0, 20, 140, 140))
     config, rows = tiles(columnwise=True), Rows()

@@ -111,6 +111,7 @@ def register_format(base, changes, monkeypatch):
 def test_kernels_agree_with_the_reference_or_give_a_reason(
     arch, base, changes, message, monkeypatch
 ):
+    """Check that kernels support a new format record, or give a reason."""
     record = register_format(base, changes, monkeypatch)
     assert bool(support("grouped_quantize", record, arch)) == (not message)
     if message:

@@ -79,6 +79,7 @@ def check_values(x, offs, row_scaled, device):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES])
 def test_values_equal_expanded_codes(shape, dtype, row_scaled, device):
+    """Compare the values from the quantizer with expanded codes."""
     sizes, tail, k = SHAPES[shape]
     x = sample(sum(sizes) + tail, k, dtype=dtype)
     x[sum(sizes) :] = torch.nan
@@ -92,6 +93,7 @@ def test_many_groups(device):
 
 @pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
 def test_special_values(row_scaled, device):
+    """Compare the values of infinity, NaN and subnormal inputs with expanded codes."""
     x = sample(12, 256)
     x[0] = 0
     x[1] *= 1e-39
@@ -114,6 +116,7 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 @each_arch
 @pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
 def test_the_fused_op_has_the_bits_of_both_steps(arch, row_scaled):
+    """Compare the op that quantizes and multiplies with two separate ops."""
     x, offs = sample(45, 144), offs_tensor(7, 7, 40)
     w, text = ops.grouped_quantize(sample(3, 40, 144), "nvfp4"), NVFP4(row_scaled=row_scaled).text
     options = (sample(3, 40), torch.rand(3), False, F32)

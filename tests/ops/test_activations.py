@@ -133,6 +133,7 @@ def test_rounding_of_elements_changes_codes():
 
 @each_format
 def test_many_groups_and_strided_inputs(fmt):
+    """Quantize activations of many groups and of strided inputs."""
     act, offs = ONE_PER_SHAPE[1], offs_of_many_groups()
     check(fmt, act, make_input(act, (int(offs[-1]) + 5,), BF16), offs)
     x = make_input(act, (2 * 45,), BF16)
@@ -227,6 +228,7 @@ def test_invalid_arguments_raise(message):
 
 
 def test_support_names_the_ops_with_activations():
+    """Check which ops support activations."""
     for op in ("grouped_amax", "grouped_dbias", "grouped_dequantize"):
         fmt = NVFP4() if op == "grouped_dequantize" else None
         assert support(op, fmt, "reference", activation=True).reason == f"{op} takes no activation"

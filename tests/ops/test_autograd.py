@@ -57,6 +57,7 @@ def check_gradients(product, exact, *shapes, dtype):
 @pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_gradients_of_m_grouped_gemm(splits, transpose_b, dtype):
+    """Compare gradients of ``m_grouped_gemm`` with those of an fp64 product."""
     groups, tail, offs = len(splits), 4, offs_from_splits(splits)
     alpha = torch.rand(groups) + 0.5
     a, b, _ = check_gradients(
@@ -84,6 +85,7 @@ def test_gradients_of_k_grouped_gemm(splits, dtype):
 
 @pytest.mark.parametrize("required", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_only_required_gradients_are_computed(required):
+    """Check that only the required gradients are computed."""
     operands = [torch.randn(8, 4), torch.randn(2, 3, 4), torch.randn(2, 3)]
     for i in required:
         operands[i].requires_grad_()
@@ -93,6 +95,7 @@ def test_only_required_gradients_are_computed(required):
 
 
 def test_second_derivative_of_m_grouped_gemm():
+    """Compare a second derivative of ``m_grouped_gemm`` with fp64."""
     a = torch.randn(8, 4, requires_grad=True)
     b = torch.randn(2, 3, 4, requires_grad=True)
     y = ops.m_grouped_gemm(a, b, offs_from_splits((5, 3)))
@@ -108,6 +111,7 @@ def test_second_derivative_of_m_grouped_gemm():
 
 
 def test_gradient_of_bias_keeps_its_dtype_and_is_summed_in_fp32():
+    """Check that the gradient of the bias has its dtype, and that its sum is in fp32."""
     a, b = torch.randn(300, 4).bfloat16(), torch.randn(1, 3, 4).bfloat16()
     bias = torch.zeros(1, 3, dtype=F16, requires_grad=True)
     out = ops.m_grouped_gemm(a, b, offs_from_splits((300,)), bias)
@@ -118,6 +122,7 @@ def test_gradient_of_bias_keeps_its_dtype_and_is_summed_in_fp32():
 
 @pytest.mark.parametrize("name", ["m_grouped_gemm", "k_grouped_gemm"])
 def test_alpha_has_no_derivative(name):
+    """Check that a required gradient of alpha raises."""
     a, offs = torch.randn(8, 4, requires_grad=True), offs_from_splits((5, 3))
     alpha = torch.ones(2, requires_grad=True)
     if name == "m_grouped_gemm":
@@ -182,6 +187,7 @@ def zero_outputs(name, arguments):
     ("case", "operand"), [(c, operand) for c, operand in OPERANDS if c not in ("fprop", "wgrad")]
 )
 def test_ops_without_a_derivative_raise(case, operand):
+    """Check that backward through an op without a derivative raises."""
     name, arguments = arguments_by_name(case)
     arguments = require_gradient(arguments, operand)
     result = next(t for t in tensors(getattr(ops, name)(**arguments)) if t.requires_grad)
@@ -257,6 +263,7 @@ def test_operands_without_a_tangent_work_in_a_dual_level():
     ],
 )
 def test_every_form_is_documented(name):
+    """Check that every op and its out form have a docstring with arguments and results."""
     text = getattr(ops, name).__doc__
     assert "Args:" in text
     if not hasattr(ops, f"{name}_out"):

@@ -559,6 +559,7 @@ def test_the_number_of_outputs_is_checked(count):
     ids=["plain", "plain k", "nvfp4", "w4a16", "quantizing", "nvfp4 k", "dequantize"],
 )
 def test_invalid_result_buffers_raise(name, arguments, shape):
+    """Check that ``out`` buffers of a wrong shape, dtype or layout raise."""
     call = getattr(ops, f"{name}_out")
     with pytest.raises(RuntimeError, match="missing value for argument 'out'"):
         call(*arguments)

@@ -142,6 +142,7 @@ def test_a_block_inside_an_exported_module_is_refused():
 
 @pytest.mark.compile
 def test_a_block_inside_a_function_with_graph_breaks_holds(planned_backends):
+    """Check that a backend block holds in a compiled function with graph breaks."""
     a, b = operands()
     want = inside(a, b, OFFS)
     planned_backends.clear()
@@ -153,6 +154,8 @@ def test_a_block_inside_a_function_with_graph_breaks_holds(planned_backends):
 @pytest.mark.compile
 @pytest.mark.emulated
 def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned_backends):
+    """Check that kernels run in a block of a compiled function with graph breaks."""
+
     def product(x, w, offs):
         with backend("emulated:sm_90a"):
             wq = grouped.quantize(w, grouped.NVFP4(block=(16, 16)))
@@ -171,6 +174,8 @@ def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned_backends
 
 @pytest.mark.compile
 def test_a_compiled_function_runs_on_the_backend_of_its_call(planned_backends):
+    """Check that a compiled function runs on the backend of each call."""
+
     def product(x, w, offs):
         return ops.m_grouped_gemm(x * 2, w, offs, None, None, False, F32)
 

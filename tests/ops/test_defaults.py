@@ -92,6 +92,7 @@ def test_the_default_dtype_during_import_has_no_effect():
 
 
 def test_flushed_subnormals_give_a_warning(monkeypatch):
+    """Check that flushing subnormal numbers gives a warning."""
     monkeypatch.setattr(settings, "_warned", set())
     x = torch.ones(1, 2, 32)
     if not torch.set_flush_denormal(True):

@@ -121,6 +121,7 @@ def arguments(**changes):
     ],
 )
 def test_invalid_arguments_raise(change, error, message):
+    """Check that invalid arguments raise and leave the history unchanged."""
     call = arguments(**change)
     history = call.pop("amax_history")
     before = history.clone()
@@ -133,6 +134,7 @@ def test_invalid_arguments_raise(change, error, message):
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @each_arch
 def test_kernels_have_the_bits_of_the_oracle(arch, algorithm):
+    """Compare the kernel with the bits of a NumPy oracle."""
     rng = seeded_generator(3)
     specials = torch.tensor([*SPECIALS, *torch.rand(5, generator=rng).exp()])
     for length in (1, 2, 3, 600):

@@ -9,6 +9,7 @@ from tests.helpers import sample
 
 
 def test_given_amaxes_set_the_scales():
+    """Check that given amaxes set the scales of FP8 tensors."""
     fmt = grouped.FP8()
     q = grouped.quantize(torch.ones(4, 32), fmt, offs=[4, 4], amax=torch.tensor([-2.0, 7.0]))
     assert q.amax.tolist() == [2.0, 7.0]

@@ -83,6 +83,7 @@ def check(q, x, scale, dtype, bounds):
 @pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_ragged_groups(splits, directions, dtype):
+    """Check codes, scales and amaxes of ragged groups with given scales."""
     offs, total = offs_from_splits(splits), sum(splits)
     options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
     scale = scales(len(splits))
@@ -117,6 +118,7 @@ def test_current_scaling_follows_the_amax(splits, dtype):
 
 
 def test_many_groups_and_views():
+    """Check many groups, and strided x and scales."""
     offs = offs_of_many_groups()
     total = int(offs[-1])
     x = sample(2 * total, 64)[::2, 16:48]
@@ -146,6 +148,7 @@ def test_every_bf16_value():
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("dtype", [*FORMATS], ids=IDS)
 def test_decoding_multiplies_by_the_inverse_scale(dtype, direction):
+    """Check that decoding multiplies by the reciprocal of the scale."""
     x, offs, scale = sample(70, 48), offs_from_splits((33, 0, 35)), torch.tensor([3.0, 5.0, 0.7])
     q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, columnwise=True)
     s = scale[torch.bucketize(torch.arange(68), offs, right=True), None]
@@ -157,6 +160,7 @@ def test_decoding_multiplies_by_the_inverse_scale(dtype, direction):
 
 
 def test_in_place_ops_keep_the_scale_of_the_tensor():
+    """Check that in-place ops keep the scale of the tensor."""
     w, scale = sample(3, 48, 64), torch.tensor([0.5, 1.0, 300.0])
     q = grouped.quantize(w, E4M3, scale=scale, columnwise=True)
     for change in (lambda t: t.mul_(3), lambda t: t.add_(0.25), lambda t: t.copy_(w * 1000)):
@@ -171,6 +175,7 @@ def test_in_place_ops_keep_the_scale_of_the_tensor():
 
 
 def test_copying_takes_over_scales():
+    """Check that ``copy_`` takes the scales of a tensor of the same format only."""
     w = sample(2, 48, 64)
     target, source = (grouped.quantize(w, E4M3, scale=torch.full((2,), s)) for s in (2.0, 3.0))
     target.copy_(source)
@@ -181,6 +186,7 @@ def test_copying_takes_over_scales():
 
 
 def test_quantizing_into_a_tensor_uses_the_given_scale():
+    """Check that quantizing into a tensor uses the given scale."""
     x, offs = sample(40, 64), [10, 40]
     q = grouped.quantize(x, E4M3, offs=offs, scale=torch.ones(2), columnwise=True)
     scale = torch.tensor([4.0, 0.5])
@@ -197,6 +203,7 @@ def test_quantizing_into_a_tensor_uses_the_given_scale():
 
 
 def test_saving_keeps_the_scales():
+    """Check that saving and loading keeps the scales."""
     x, scale = sample(40, 64), torch.tensor([2.0, 3.0])
     q = grouped.quantize(x, E4M3, offs=[10, 40], scale=scale, columnwise=True)
     loaded = save_and_load(q)
@@ -207,6 +214,7 @@ def test_saving_keeps_the_scales():
 
 @pytest.mark.compile
 def test_compiled_quantizing_has_the_same_bits():
+    """Check that compiled quantization has the eager bits."""
     x, scale = sample(40, 64), torch.tensor([2.0, 3.0])
     q = grouped.quantize(x, E4M3, offs=[10, 40], scale=scale, columnwise=True)
     compiled = torch.compile(

@@ -98,6 +98,7 @@ SWAPPED, SQUARE, TALL = Sm90Tile(128, 128, swap_ab=True), Sm90Tile(128, 128), Sm
     "text", ["nvfp4:row_scaled", "mxfp8", "fp8_block", "fp8_block:pow2_scales=false"]
 )
 def test_quantized_rows(text):
+    """Compare products of gathered codes with products of copied rows."""
     x, w, rows = sample(TOKENS, 384), sample(2, 24, 384), random_index(150)
     weights = (
         text.replace("row_scaled", "")
@@ -257,6 +258,7 @@ def test_w4a16_gathers_while_it_rearranges(case, dtype):
 
 
 def test_gathering_codes_on_sm_100a_raises():
+    """Check that sm_100a refuses products of gathered codes."""
     pytest.importorskip("cutlass")
     x = quantize_operand(sample(TOKENS, 128), "fp8_block", offs_from_splits((TOKENS,)))
     w = quantize_operand(sample(1, 16, 128), "fp8_block:block=128x128")
@@ -287,6 +289,7 @@ def product_and_gradients(product, arguments, side, index):
 
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_gradients_equal_those_of_indexing(transpose_b):
+    """Compare gradients of gathered products with those of indexing."""
     (x, w, offs, bias, *_), rows = fprop(
         (9, 0, 5), 24, 16, dtype=F32, bias=True, transpose_b=transpose_b
     )

@@ -167,6 +167,7 @@ ALL = [
 @pytest.mark.emulated
 @pytest.mark.parametrize(("i", "arch", "args", "tile", "options"), ALL)
 def test_kernels_have_the_bits_of_separate_ops(i, arch, args, tile, options):
+    """Compare the fused kernel with separate ops."""
     mode = MODES[i % len(MODES)]
     op_arguments = arguments(*args, **{"sizes": SIZES if i < 2 else (0, 5, 0, 36)} | options)
     want = expected(arch, op_arguments)
@@ -397,6 +398,7 @@ def test_every_activation_on_the_reference(activation, kind):
     [("256x16 swapped", {"races": True}), ("256x160 swapped fitted", {"mode": "chaos", "seed": 1})],
 )
 def test_rows_selected_by_an_index(tile, mode):
+    """Compare the fused kernel of gathered rows with separate ops."""
     op_arguments = arguments("plain plain", 272, 72, "swiglu")
     rows = random_index(len(op_arguments[0]), len(op_arguments[0]))
     want = expected("sm_90a", (ops.moe_gather(op_arguments[0], rows), *op_arguments[1:]))
@@ -591,6 +593,7 @@ def test_unsupported_products_give_a_reason(arch, kind, n, message):
     ],
 )
 def test_unsupported_output_formats_give_a_reason(name, kind, n, activation, text, message):
+    """Check that unsupported output formats raise with a reason."""
     pytest.importorskip("cutlass")
     op_arguments = arguments(kind, n, 128, activation, keeps_z=False)
     amax = torch.ones(6) if parse(text).global_scale else None

@@ -55,6 +55,7 @@ PRODUCTS = {
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", [*PRODUCTS])
 def test_the_tail_of_a_new_output_is_zero(garbage, case):
+    """Check that a new output has zeros in its tail."""
     arguments = PRODUCTS[case]()
     with backend("reference:sm_100a"):
         want = ops.m_grouped_gemm(*arguments)
@@ -74,6 +75,7 @@ def test_the_tail_of_a_new_output_is_zero(garbage, case):
     ],
 )
 def test_plain_activations_times_codes(garbage, arch, text, transpose_b):
+    """Compare plain activations times quantized weights with the reference."""
     shape = (len(SPLITS), 64, 96) if transpose_b else (len(SPLITS), 96, 64)
     directions = {"rowwise": not transpose_b, "columnwise": transpose_b}
     b = ops.grouped_quantize(sample(*shape), text, **directions)[
@@ -95,6 +97,7 @@ def test_plain_activations_times_codes(garbage, arch, text, transpose_b):
 
 
 def test_no_rows():
+    """Check products without rows."""
     x, w = torch.ones(0, 64, dtype=BF16), torch.ones(3, 40, 64, dtype=BF16)
     offs = offs_tensor(0, 0, 0)
     with backend("emulated:sm_100a"):
@@ -114,6 +117,7 @@ def test_unsupported_operands_give_a_reason():
 
 @pytest.mark.emulated
 def test_a_forced_tile_is_used_and_gives_the_same_bits(monkeypatch):
+    """Check that a forced tile runs and gives the same bits."""
     used = []
 
     def recording_launcher(chosen, device):

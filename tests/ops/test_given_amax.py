@@ -51,6 +51,7 @@ def test_the_sign_of_an_amax_is_ignored(name, call):
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_groups_without_elements_keep_the_given_amax(name, uniform, call):
+    """Check that groups without elements return the given amax."""
     x = torch.empty(*((2, 0) if uniform else (0,)), 32)
     text, rowwise, columnwise = call
     named_buffers = quantize_on(

@@ -248,6 +248,7 @@ def call(op, arguments):
 
 @pytest.mark.parametrize(("name", "layout", "backend_name"), CASES)
 def test_any_layout_gives_the_bits_of_a_dense_copy(name, layout, backend_name):
+    """Check that strided and offset arguments give the bits of contiguous ones."""
     op, make = CALLS[name]
     leaves, structure = tree_flatten(list(make()))
     tensor_indices = [i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor)]

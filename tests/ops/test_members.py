@@ -133,6 +133,7 @@ def test_dtypes_and_special_values(fmt, dtype):
 
 @each_format
 def test_given_amaxes(fmt):
+    """Check quantization with given amaxes against each member."""
     directions = tuple(
         level is not None and level.per == "group"
         for level in (fmt.global_scale_for(False), fmt.global_scale_for(True))
@@ -151,6 +152,7 @@ def test_given_amaxes(fmt):
 
 @pytest.mark.parametrize("text", ["nvfp4:row_scaled", "fp8"])
 def test_many_members(text):
+    """Compare over a thousand members with separate tensors."""
     fmt = REFERENCE_FORMATS[text]
     rows = torch.randint(0, 3, (1030,), generator=seeded_generator(5)).tolist()
     shapes = [(m, 32 if i % 3 else 64) for i, m in enumerate(rows)]
@@ -169,6 +171,7 @@ def test_many_members(text):
 
 @each_format
 def test_only_spans_of_members_are_written(fmt):
+    """Check that elements outside of the members are not written."""
     shapes = SHAPES["both vary"]
     x = sample(count_elements(shapes))
     want = ops.grouped_quantize(x, fmt.text, None, None, True, True, shapes=flatten_shapes(shapes))
@@ -225,6 +228,7 @@ def test_invalid_shapes_raise(change, message):
 
 
 def test_invalid_arguments_of_decoding_raise():
+    """Check that invalid arguments of ``grouped_dequantize`` raise."""
     shapes = [5, 64, 2, 32]
     codes, *scales = ops.grouped_quantize(torch.ones(384), "nvfp4", shapes=shapes)
     arguments = (codes, scales, "nvfp4", 384, BF16)
@@ -241,6 +245,7 @@ def test_invalid_arguments_of_decoding_raise():
 
 
 def test_other_shapes_use_another_plan():
+    """Check that different shapes use different plans."""
     x = sample(256)
     call = functools.partial(ops.grouped_quantize, x, "fp8")
     tall, wide = ([4, 32, 4, 32], [2, 64, 2, 64])
@@ -267,6 +272,7 @@ def test_other_shapes_use_another_plan():
     ],
 )
 def test_kernels_have_the_bits_of_the_reference(arch, text, act):
+    """Compare kernels for given shapes with the reference."""
     shapes = [(5, 64), (0, 32), (130, 96), (1, 2048), (128, 32)]
     count = sum(m * n for m, n in shapes)
     x = torch.cat([sample(count * (2 if act else 1)), torch.full((40,), torch.nan).bfloat16()])

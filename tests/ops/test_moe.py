@@ -91,6 +91,7 @@ def test_routing_kernels_have_the_bits_of_the_reference(arch, dtype, monkeypatch
 
 @pytest.mark.emulated
 def test_extreme_int64_ids_are_not_experts():
+    """Check that ids beyond the int32 range are not taken for experts."""
     info = torch.iinfo(torch.int64)
     ids = torch.tensor([[info.min, info.max], [2**32, 1], [-(2**32), 0]])
     want = route_in_python(ids, 2)
@@ -171,6 +172,7 @@ def test_gather_selects_tokens(dtype):
 @pytest.mark.parametrize("has_weights", [True, False], ids=["weighted", "sum"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_combine_sums_in_fp32(dtype, has_weights):
+    """Check that ``moe_combine`` sums in fp32 and rounds once."""
     x, h, weight, _, row = operands(dtype=dtype)
     weight = weight if has_weights else None
     y = torch.zeros(x.shape)

@@ -65,6 +65,7 @@ def test_formats_of_different_kinds_raise(call, a, b):
 
 @pytest.mark.parametrize("cls", [FP8, FP8Block, MXFP8])
 def test_elements_and_flags_may_differ(cls):
+    """Check products of formats with different elements or options."""
     check_pair(cls(), cls(dtype=E5M2))
     check_pair(FP8Block(pow2_scales=False), FP8Block(block=(128, 128)))
     check_pair(MXFP8(block=(32, 32)), MXFP8(block=(32, 32)))
@@ -73,6 +74,7 @@ def test_elements_and_flags_may_differ(cls):
 
 @each_call
 def test_one_operand_needs_scales_per_row(call):
+    """Check that at least one operand must have scales per row."""
     square = FP8Block(block=(128, 128))
     with pytest.raises(ValueError, match="a or b must have a scale for each row.*128x128"):
         call(square, square)
@@ -111,6 +113,7 @@ def test_accumulation_of_block_scaled_operands_raises(call, fmt, value):
 
 
 def test_accumulation_of_plain_operands_raises():
+    """Check that ``accumulation`` raises if an operand is plain."""
     x, w = torch.zeros(8, 32), torch.zeros(2, 32, 32)
     message = "accumulation='fast' for plain tensors and"
     with pytest.raises(ValueError, match=f"{message} plain tensors"):

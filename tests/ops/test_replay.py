@@ -87,6 +87,7 @@ def served(recordings, recipe):
 @pytest.mark.emulated
 @every_recipe
 def test_inference_reads_changed_weights(served):
+    """Check that replayed calls read changed weights."""
     moe, count = served
     with torch.no_grad():
         moe.experts.gate_up.weight.mul_(1.5)
@@ -99,6 +100,7 @@ def test_inference_reads_changed_weights(served):
 @pytest.mark.emulated
 @every_recipe
 def test_other_options_and_sizes_are_not_replayed(served):
+    """Check that other options and sizes are not replayed."""
     moe, count = served
     moe.router.renormalize = False
     assert count(7) == 0
@@ -109,6 +111,7 @@ def test_other_options_and_sizes_are_not_replayed(served):
 @pytest.mark.emulated
 @every_recipe
 def test_a_hook_of_the_router_is_called(served):
+    """Check that a hook of the router is called, and that its parts are replayed separately."""
     moe, count = served
     calls = []
     hook = moe.router.register_forward_hook(lambda *args: calls.append(args))
@@ -121,6 +124,7 @@ def test_a_hook_of_the_router_is_called(served):
 @pytest.mark.emulated
 @every_recipe
 def test_observed_calls_are_not_replayed(served, recordings):
+    """Check that calls under a profiler or a dispatch mode are not replayed."""
     moe, _ = served
     before = len(recordings)
     with backend(EMULATED):
@@ -197,6 +201,7 @@ def test_a_second_derivative_raises(recordings, recipe):
 
 @pytest.mark.emulated
 def test_two_threads_replay_steps(recordings):
+    """Check that two threads replay training steps with correct results."""
     moe, results = make_moe(), {}
 
     def run(seed):
@@ -229,9 +234,11 @@ def values(width=16):
 @pytest.mark.emulated
 @pytest.mark.parametrize("cause", ["reads", "foreign", "same", "aligned"])
 def test_calls_that_cannot_be_replayed(recordings, cause):
+    """Check that calls with unsuitable tensors are not replayed."""
     foreign = torch.ones(())
 
     def function(ids, rows):
+        """Return the results, changed in the way that prevents a replay."""
         results, more = route_and_combine(ids, rows)
         if cause == "reads" and results[1][0].item() < 0:
             return [results[0]], more

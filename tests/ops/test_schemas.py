@@ -356,6 +356,7 @@ def test_every_op_has_a_case():
     ("name", "make"), [pytest.param(name, make, id=name) for name, make in IN_PLACE.items()]
 )
 def test_in_place_ops_bump_versions_of_their_outputs(name, make):
+    """Check that in-place ops increment the versions of written tensors only."""
     op, arguments = getattr(ops, name).default, make()
     opcheck(op, arguments)
     before = [[t._version for t in tensors(value)] for value in arguments]
@@ -411,9 +412,11 @@ def test_out_forms_take_any_pitch():
 
 @pytest.mark.compile
 def test_one_graph_serves_all_sizes_and_offsets():
+    """Check that one graph serves all sizes and offsets."""
     graphs = GraphRecorder()
 
     def step(a, b, offs, ids):
+        """Run routing, gather, combine, quantization and both products."""
         _, token, _, row = ops.compute_routing(ids, 5)
         a = ops.moe_combine(ops.moe_gather(a, token, row) * 2, row, None)
         q = ops.grouped_quantize(a, BY_ROW, offs, columnwise=True)
@@ -446,6 +449,7 @@ def test_out_forms_bump_versions_of_their_outputs_only(monkeypatch, name, make):
 
 @pytest.mark.parametrize("backend_name", ["reference", "reference:sm_90a", "emulated:sm_100a"])
 def test_overwriting_a_buffer_saved_for_backward_raises(backend_name):
+    """Check that overwriting a buffer saved for backward raises."""
     x = sample(15, 32)
     amax = torch.ones(3)
     y = (torch.rand(3, requires_grad=True) * amax).sum()

@@ -117,6 +117,7 @@ def is_only_on_sm90(op):
 
 @pytest.mark.parametrize(("name", "make"), CALLS.values(), ids=CALLS)
 def test_plans_and_launches_use_the_second_gpu(kernels, name, make):
+    """Check that plans and launches use the second GPU."""
     op = OPS[name](*tree_map(on_second, make()))
     if kernels.arch == "sm_100a" and is_only_on_sm90(op):
         pytest.skip("no kernel of its own")

@@ -127,6 +127,7 @@ def grouped_dequantize(fmt, dtype):
 
 
 def grouped_gemm(fmt, dtype, prepacked=False):
+    """Call all three products with operands of a format."""
     plain = sample(6, K, dtype=dtype)
     if fmt is None:
         b = sample(3, N, K, dtype=dtype)
@@ -152,6 +153,7 @@ def grouped_gemm(fmt, dtype, prepacked=False):
 
 
 def grouped_gemm_w4a16(fmt, dtype):
+    """Call the product of plain activations and weights of a format."""
     x = sample(6, K, dtype=dtype)
     with backend("reference"):  # only the reference quantizes all of these formats
         weights = grouped.quantize(sample(len(OFFS), N, K), fmt, **extra_arguments(fmt))
@@ -223,6 +225,7 @@ def call(op, fmt, dtype, **options):
 
 @pytest.mark.parametrize(("op", "fmt", "arch", "dtype", "prepacked"), list(combinations()))
 def test_ops_agree_with_the_table(op, fmt, arch, dtype, prepacked):
+    """Check that each op supports the combinations that ``support`` names."""
     packing = {"prepacked": prepacked}
     status = support(op, fmt, arch, dtype=dtype, **packing)
     name = arch if arch == "reference" else f"emulated:{arch}"

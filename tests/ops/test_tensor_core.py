@@ -22,6 +22,7 @@ every_core = pytest.mark.parametrize("core", ("sm_90a", "sm_100a"))
 
 @every_core
 def test_fp32_operands_raise(core):
+    """Check that references of tensor cores refuse fp32 operands."""
     a, b = torch.ones(4, 16), torch.ones(1, 8, 16)
     out = poisoned(torch.empty(4, 8))
     before = out.clone()
@@ -41,6 +42,7 @@ def test_fp32_operands_raise(core):
 
 @every_core
 def test_the_backend_names_its_tensor_core(core):
+    """Check that the backend names its tensor core, and that other ops do not depend on it."""
     device = torch.device("cpu")
     assert active_backend(device).tensor_core is None
     with backend(f"reference:{core}"):
@@ -76,6 +78,7 @@ def test_quantizing_on_the_fly_takes_the_accumulation(core):
 
 @every_core
 def test_grouped_gemm_takes_the_accumulation(core):
+    """Check the default and the explicit accumulation of each product."""
     fmt = grouped.FP8()
     x = grouped.quantize(torch.randn(40, 256), fmt, offs=[10, 40], columnwise=True)
     w = grouped.quantize(torch.randn(2, 48, 256), fmt, columnwise=True)
@@ -100,6 +103,7 @@ def test_grouped_gemm_takes_the_accumulation(core):
     "text", ["fp8:dtype=e5m2", "fp8_block", "fp8_block:block=128x128,pow2_scales=false", "mxfp8"]
 )
 def test_w4a8_is_exact_without_a_tensor_core(text, transpose_b):
+    """Check that W4A8 products are exact without a tensor core."""
     case = Product((text, "nvfp4"), (3, 0, 5), 32, 288, transpose_b=transpose_b)
     exact = case.run()
     for _, rows, a, b in case.members():

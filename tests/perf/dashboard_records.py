@@ -23,7 +23,8 @@ _SPEEDS = {
 COUNTS = {"warp instructions": 1000, "bytes read by TMA": 65536, "MMA operations": 0}
 
 
-def _made():
+def _all_records():
+    """Yield the records of all suites."""
     for (contender, fmt), (base, growth) in _SPEEDS.items():
         for tokens in TOKENS:
             case = {**_CASE, "product": "fprop", "rows": 4 * tokens}
@@ -44,7 +45,7 @@ def _made():
             yield replace(quantize, quantity=quantity, value=count * factor, **counts)
 
 
-RECORDS = list(_made())
+RECORDS = list(_all_records())
 CURRENT = [record for record in RECORDS if record.commit == NEW[0]]
 
 

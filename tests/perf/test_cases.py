@@ -25,6 +25,7 @@ def test_shapes_are_the_models():
 
 
 def test_every_model_splits_over_its_ranks():
+    """Check that the experts of every model split over its ranks."""
     for model in MODELS.values():
         for ranks in model.expert_parallel:
             assert model.shape("up", ranks).experts * ranks == model.experts
@@ -39,6 +40,7 @@ def test_every_model_splits_over_its_ranks():
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("groups", "rows"), [(1, 7), (8, 0), (10, 1000), (128, 130)])
 def test_rows_add_up_and_are_repeatable(routing, groups, rows):
+    """Check that the rows of a routing add up, and that its seed determines them."""
     sizes = split_rows(routing, groups, rows, seed=3)
     assert len(sizes) == groups and sum(sizes) == rows and min(sizes) >= 0
     assert sizes == split_rows(routing, groups, rows, seed=3)
@@ -46,6 +48,7 @@ def test_rows_add_up_and_are_repeatable(routing, groups, rows):
 
 
 def test_routings_are_what_they_say():
+    """Check the distribution of each named routing."""
     rows = 100_000
     assert split_rows("balanced", 10, rows) == [rows // 10] * 10
     assert max(split_rows("hot", 16, rows)) == rows // 2

@@ -76,6 +76,7 @@ def test_three_runs_say_themselves_how_much_they_differ():
 
 
 def test_exit_status(tmp_path, capsys):
+    """Check the exit status of ``compare``."""
     paths = [tmp_path / name for name in ("old.jsonl", "same.jsonl", "worse.jsonl", "other.jsonl")]
     for path, record in zip(paths, (TIME, *runs(101.0, 150.0), COUNT), strict=True):
         write(path, [record])
@@ -91,6 +92,7 @@ def test_exit_status(tmp_path, capsys):
 
 
 def test_the_check_of_ci(tmp_path, capsys):
+    """Check the exit status of the comparison in CI."""
     path, changed_record = tmp_path / "counts-ci.jsonl", replace(COUNT, quantity="bytes read")
     write(path, [COUNT, changed_record])
 
@@ -114,6 +116,7 @@ def test_the_check_of_ci(tmp_path, capsys):
 
 
 def test_renewing_keeps_the_history_of_what_changed():
+    """Check that renewing records keeps the history of changed values."""
     was, same, removed = (replace(COUNT, quantity=quantity) for quantity in ("a", "b", "c"))
     peer = replace(removed, contender="torch")
     now = [replace(r, commit="d", time="9") for r in (was, same)]

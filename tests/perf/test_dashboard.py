@@ -24,6 +24,7 @@ BADGE = RESULTS.parent.parent / "docs" / "badge.svg"
 
 
 def test_the_page_is_whole_and_depends_on_the_records_alone():
+    """Check that the page needs no other files, and depends on its records alone."""
     mixed = RECORDS.copy()
     random.Random(0).shuffle(mixed)
     text = page(mixed)
@@ -38,6 +39,7 @@ def test_the_page_is_whole_and_depends_on_the_records_alone():
 
 
 def test_without_plotly_the_extra_is_named(monkeypatch, tmp_path, capsys):
+    """Check that an error without plotly names the extra to install."""
     _plotly.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     write(tmp_path / "records.jsonl", RECORDS)
@@ -46,6 +48,7 @@ def test_without_plotly_the_extra_is_named(monkeypatch, tmp_path, capsys):
 
 
 def test_all_newest_numbers_are_in_the_page():
+    """Check that the page has the latest value of every record."""
     fields = ["suite", "quantity", "unit", "protocol", "kind", "contender", "format"]
     fields += ["value", "spread", "error", "bytes", "flops"]
     rows = [[getattr(r, n) for n in fields] + [r.case, r.gpu or r.machine] for r in latest(RECORDS)]
@@ -57,6 +60,7 @@ def test_all_newest_numbers_are_in_the_page():
 
 
 def test_history_says_what_compare_says():
+    """Check that the history on the page agrees with ``compare``."""
     data = payload(RECORDS)
     changes = compare([r for r in RECORDS if r.commit == OLD[0]], CURRENT)
     changed = [(c.record, c) for c in changes if c.old is not None]
@@ -78,6 +82,7 @@ def test_history_says_what_compare_says():
 
 
 def test_runs_of_one_commit_are_one_step():
+    """Check that several runs of one commit are one step of the history."""
     runs = [(100, "a" * 12), (102, "a" * 7), (101, "b" * 12 + "-dirty"), (120, "")]
     files = [
         replace(RECORDS[0], value=v, spread=0.0, commit=c, time=str(i))
@@ -97,6 +102,7 @@ def test_runs_of_one_commit_are_one_step():
 
 
 def test_kernels_and_variants():
+    """Check the kernels and variants on the page."""
     entries = payload(RECORDS)["entries"]
     gemm = "gemm nvfp4:row_scaled x nvfp4, fprop"
     assert {t["kernel"] for t in entries if t["kernel"]} == {
@@ -108,6 +114,7 @@ def test_kernels_and_variants():
 
 
 def test_roofs_are_measured_or_said_to_be_published():
+    """Check that each roof is marked as measured or as published."""
     roofs = {kind: other_lines for kind, _, *other_lines in roofs_of("NVIDIA H200", RECORDS)}
     assert roofs == {"copy": [4.0, True], "bfloat16": [700.0, True], "fp8": [1979.0, False]}
     assert [roof[2] for roof in roofs_of("NVIDIA GB200", [])] == [8.0, 2500.0, 5000.0, 10000.0]
@@ -115,6 +122,7 @@ def test_roofs_are_measured_or_said_to_be_published():
 
 
 def test_the_badge_says_what_the_records_say():
+    """Check that the badge shows the speedups of the records."""
     assert speedups(RECORDS) == ("NVIDIA H200", pytest.approx([2.0, 2.0, 2.0]))
     assert "2.00x torch bf16 on NVIDIA H200 (2.00x to 2.00x, 3 cases)" in badge(RECORDS)
     assert "not measured yet" in badge([r for r in RECORDS if r.kind != "gpu"])
@@ -123,6 +131,7 @@ def test_the_badge_says_what_the_records_say():
 
 
 def test_the_badge_compares_what_was_measured_on_one_commit():
+    """Check that the badge compares only records of one commit."""
     ours = [r for r in RECORDS if (r.suite, r.contender) == ("gemm", "ours")]
     torch = [r for r in RECORDS if r.contender == "torch"]
     assert speedups([*ours, *(r for r in torch if r.commit == OLD[0])])[1] == [4.0] * 3
@@ -131,6 +140,7 @@ def test_the_badge_compares_what_was_measured_on_one_commit():
 
 
 def test_publish(tmp_path, capsys):
+    """Check the files that ``--publish`` writes."""
     source, site, row = tmp_path / "r.jsonl", tmp_path / "site", tmp_path / "one.html"
     write(source, RECORDS)
     matches = read(source)
@@ -148,6 +158,7 @@ def test_publish(tmp_path, capsys):
 
 
 def test_numerics_are_read_once_and_only_in_their_form(tmp_path):
+    """Check that numerics files are read once, and that other files are refused."""
     file = tmp_path / "n.jsonl"
     save_numerics(file)
     matches = read_numerics([file, file])

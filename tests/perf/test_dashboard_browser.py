@@ -33,6 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """Write dashboard pages, and return their folder."""
     folder = tmp_path_factory.mktemp("pages")
     save_numerics(folder / "numerics.jsonl")
     numerics = read_numerics([folder / "numerics.jsonl"])
@@ -56,6 +57,7 @@ def shown(folder, file_name, view):
     [*(("made", v) for v in MADE), *(("committed", v) for v in ("", *PLOTS[:2]))],
 )
 def test_views_are_drawn(folder, file_name, view):
+    """Open each view in a browser, and check its plots and tables."""
     titles, text, main = shown(folder, file_name, view)
     assert len(titles) == 1 and "<td" in main
     assert not re.search(

@@ -29,15 +29,16 @@ def fitted(records):
     return observed.fitted(records)
 
 
-def error(found, seen):
+def error(prediction, call):
     return abs(
         math.log(
-            sum(found.time(kernel, seen.gpu)[0] for kernel in seen.kernels) / seen.microseconds
+            sum(prediction.time(kernel, call.gpu)[0] for kernel in call.kernels) / call.microseconds
         )
     )
 
 
 def test_held_out_times_on_an_h200_are_predicted_within_15_percent(records, fitted):
+    """Check that predictions of measured H200 calls are within 15 percent."""
     calls = observed.ours(records)
     assert {row.suite for row in calls} == {"gemm", "quantize", "layer"}
     assert fitted.count == len(calls) > 200
@@ -52,6 +53,7 @@ def test_an_h100_differs_by_its_bandwidth(records, fitted):
 
 
 def test_published_times_on_a_b200(records, fitted):
+    """Check the predictions of published B200 times."""
     calls = observed.published(records, "B200")
     assert statistics.median(error(fitted, row) for row in calls) <= B200.doubt
     inside = 0
@@ -64,6 +66,7 @@ def test_published_times_on_a_b200(records, fitted):
 
 
 def test_times_follow_the_formula(fitted):
+    """Check that predicted times follow the documented formula."""
     names = ("launch product", "memory product", "overlap product", "multiply fp8, fp8")
     values = dict(zip(names, (2.0, 1.0, 1.0, 1.0), strict=True)) | {"fill product": 1.0}
     got = replace(fitted, values=values, spread=0.0)
@@ -97,12 +100,13 @@ def test_times_follow_the_formula(fitted):
     assert [bound(k) for k in bounds.values()] == list(bounds)
     decoded = replace(kernel, instructions=1e11, decode="decode x")
     assert bound(decoded) == "issue rate"
-    # What no record knows has a range.
+    # A kernel that no record covers gets a range of times.
     low, high = got.range(decoded, H200)
     assert low < got.time(decoded, H200)[0] < high
 
 
 def test_it_prints_a_plan(capsys):
+    """Check that ``explain`` prints a plan."""
     assert main(["explain", *SIZES, "--recipe", "BF16,NVFP4", "--ep", "2"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(

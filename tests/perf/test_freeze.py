@@ -133,6 +133,7 @@ def test_short_files_have_names_of_classes():
 def test_the_exit_status_of_a_check_is_1_if_something_differs(
     monkeypatch, tmp_path, capsys, count, status
 ):
+    """Check that a changed list gives exit status 1."""
     content = {"kernels": {"arch": {"00": ["Config"] * count}}}
     monkeypatch.setattr(freeze, "collect", lambda sections, jobs: content)
     file = tmp_path / "freeze.json"

@@ -34,6 +34,7 @@ def product(kind="fprop"):
 
 
 def test_every_peer_says_whether_it_is_here():
+    """Check that every peer says if it can run here."""
     peers = all_peers({})
     assert len(peers) == len(PEERS) and len({p.name for p in peers}) == len(peers)
     meter = meter_of("reference", "", True, {})
@@ -57,6 +58,7 @@ def test_torch_products():
     ],
 )
 def test_torch_quantizers(quantize, decode, bound):
+    """Check the error of PyTorch's quantizers, and the order of their nibbles."""
     x = torch.randn(40, 256, generator=seeded_generator(0)).bfloat16()
     got = quantize(x, x.abs().amax().float().view(1))
     assert (decode(*got) - x.float()).norm() / x.float().norm() < bound
@@ -67,6 +69,7 @@ def test_torch_quantizers(quantize, decode, bound):
 
 
 def test_padding_keeps_rows_apart():
+    """Check that padding separates groups, and that unpadding restores the rows."""
     x = torch.arange(1, 9).float().view(8, 1)
     padded, owner = padded_rows(x, [3, 0, 5], 4)
     assert padded.flatten().tolist() == [1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0]
@@ -80,6 +83,7 @@ def test_scales_come_out_of_tiles():
 
 
 def test_weights_for_other_libraries_are_ours():
+    """Check that NVFP4 weights for other libraries decode to our values."""
     weight = torch.randn(3, 32, 64, generator=seeded_generator(1)).bfloat16()
     codes, scales, level = linear_nvfp4(weight)
     values = torch.stack(
@@ -91,6 +95,7 @@ def test_weights_for_other_libraries_are_ours():
 
 
 def test_torchao_quantizers():
+    """Check the error of torchao's quantizers."""
     pytest.importorskip("torchao")
     from perf.peers import torchao
 
@@ -146,6 +151,7 @@ def test_quacks_experts(passes, monkeypatch):
 
 
 def test_checkouts_are_named(tmp_path):
+    """Check that messages of peers in checkouts name the path."""
     names = ("CUTLASS", "FlashInfer")
     peers = {peer.name: peer for peer in all_peers({})}
     wrong = {p.name: p for p in all_peers(dict.fromkeys(names, tmp_path))}

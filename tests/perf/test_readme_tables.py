@@ -35,6 +35,7 @@ def test_the_readme_is_up_to_date():
 
 
 def test_a_changed_number_is_found(tmp_path, monkeypatch, capsys):
+    """Check that a changed number in the README is found and rewritten."""
     text = readme.README.read_text()
     wrong = tmp_path / "README.md"
     got = next(f for f in readme._BLOCK.finditer(text) if f["name"] == "gemm-h200")
@@ -53,6 +54,7 @@ def test_a_table_without_markers_is_refused():
 
 
 def test_cells_show_median_spread_and_share():
+    """Check that cells show the median, the spread and the share."""
     text = readme.render(TABLE, [RECORD, changed(contender="torch", value=616.04, spread=0.1)])
     assert "| 1 | 141 ± 2 | 616.0 ± 0.05 us | 71 % |" in text
     assert "| 2 |" not in text
@@ -62,6 +64,7 @@ def test_cells_show_median_spread_and_share():
 
 
 def test_the_newest_record_counts_and_other_runs_are_marked():
+    """Check that the latest record is shown, and that records of other runs are marked."""
     newer = changed(commit="fffffff", time="2026-11-21", value=100.0, spread=None, origin="noted")
     other_rows = [changed(case={"rows": 64}), changed(case={"rows": 64}, contender="torch")]
     text = readme.render(TABLE, [newer, RECORD, *other_rows])

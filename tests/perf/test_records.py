@@ -61,6 +61,7 @@ def sorted_texts(records):
 @settings(max_examples=60)
 @given(st.lists(_RECORDS, max_size=8), st.lists(st.lists(_RECORDS, max_size=5), max_size=4))
 def test_a_file_holds_what_was_written_and_appended(tmp_path_factory, many, batches):
+    """Check that a file has the records that were written and appended."""
     path = tmp_path_factory.mktemp("records") / "r.jsonl"
     write(path, many)
     assert sorted_texts(read(path)) == sorted_texts(many)
@@ -70,6 +71,7 @@ def test_a_file_holds_what_was_written_and_appended(tmp_path_factory, many, batc
 
 
 def test_a_file_has_one_record_per_line_without_default_values(tmp_path):
+    """Check that a file has one record per line, without default values."""
     path = tmp_path / "r.jsonl"
     write(path, [BASE, replace(BASE, value=1.5)])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -78,6 +80,7 @@ def test_a_file_has_one_record_per_line_without_default_values(tmp_path):
 
 
 def test_blank_lines_between_records_are_skipped(tmp_path):
+    """Check that blank lines between records are skipped."""
     path = tmp_path / "r.jsonl"
     write(path, [BASE])
     path.write_text(f"{path.read_text()}\n{path.read_text()}")
@@ -85,6 +88,7 @@ def test_blank_lines_between_records_are_skipped(tmp_path):
 
 
 def test_files_of_schema_2_call_the_quantity_what(tmp_path):
+    """Check that files of schema 2 are read, which have ``what`` for ``quantity``."""
     path = tmp_path / "r.jsonl"
     write(path, [BASE])
     row = json.loads(path.read_text())
@@ -112,6 +116,7 @@ def test_what_is_no_record_is_refused(change, message):
 
 
 def test_a_wrong_line_is_named(tmp_path):
+    """Check that the error for an invalid line names the line."""
     path = tmp_path / "r.jsonl"
     write(path, [BASE])
     path.write_text(path.read_text() + '{"value": "fast"}\n')
@@ -125,6 +130,7 @@ def test_a_wrong_line_is_named(tmp_path):
 
 
 def test_rates_and_shares_are_of_the_least_work():
+    """Check rates and shares, which count the least bytes and operations."""
     assert [BASE.tbs, BASE.tflops] == pytest.approx([4.0, 600.0])
     assert [BASE.share("copy"), BASE.share("bfloat16")] == pytest.approx([1, 600 / 700])
     assert BASE.share("fp8") is None
@@ -135,6 +141,7 @@ def test_rates_and_shares_are_of_the_least_work():
 
 
 def test_the_latest_of_one_thing():
+    """Check that ``latest`` returns the newest record of each measurement."""
     older = replace(BASE, time="2026-11-19", value=1.0)
     changed = replace(BASE, case={"rows": 3}, time="2026-11-01")
     assert latest([BASE, older, changed]) == [BASE, changed]

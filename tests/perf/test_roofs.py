@@ -28,6 +28,7 @@ def changed(**fields):
 
 
 def test_more_bytes_than_the_memory_moves_are_refused():
+    """Check that records with impossible memory rates are refused."""
     assert changed() == ""
     assert (
         "its bytes take 5.1 TB/s, NVIDIA H200 has at most 5.04: work or time are wrong"
@@ -57,6 +58,7 @@ def test_l2_may_hold_operands_unless_the_protocol_is_cold():
 
 
 def test_l2_may_hold_what_a_pass_writes_and_reads_again():
+    """Check that bytes that fit in L2 are counted once."""
     case = {
         "layer": "linear",
         "experts": 8,
@@ -112,6 +114,7 @@ def test_ceilings_are_below_the_data_sheet():
 
 
 def test_the_longest_name_counts():
+    """Check that the longest matching GPU name determines the published rates."""
     assert (
         published("NVIDIA GH200 480GB")["copy"] == 4.9
         and published("NVIDIA H100 PCIe")["copy"] == 2.0
@@ -122,7 +125,7 @@ def test_the_longest_name_counts():
 
 
 def test_bytes_of_the_case_would_be_refused():
-    """Those of bf16 weights: 12 TB/s on an H200."""
+    """Check that bytes of bf16 weights are refused: they would mean 12 TB/s on an H200."""
     case = {"model": "gpt-oss-120b", "tokens": 64, "pass": "forward", "routing": "random"}
     where = {
         "contender": "ours, weight kept",
@@ -175,6 +178,7 @@ def test_an_impossible_record_is_not_kept(contender_name, capsys):
 
 
 def test_an_impossible_record_is_not_loaded(tmp_path, capsys):
+    """Check that files with impossible records are refused."""
     path = tmp_path / "r.jsonl"
     write(path, [PRODUCT, replace(PRODUCT, bytes=510 * MB)])
     with pytest.raises(

@@ -46,6 +46,7 @@ def measured(task, choice=ALL, kind="cpu", **facts):
 
 
 def test_who_is_wrong_is_not_timed():
+    """Check that contenders with wrong results are not timed."""
     nan, wrong = contender("nan", float("nan")), contender("wrong", 0.2)
     broken = contender("broken", 0.0, raises=RuntimeError("no such symbol\nmore"))
     missing = contender("missing", 0.0, raises=UnsupportedError("op: no kernel yet"))
@@ -69,6 +70,7 @@ def test_who_is_wrong_is_not_timed():
 
 
 def test_who_cannot_be_timed_does_not_disturb_the_others():
+    """Check that a contender that fails to run does not affect others."""
     calls = []
 
     def prepare():
@@ -133,6 +135,7 @@ def test_products_are_checked_against_fp32(product):
 
 
 def test_least_bytes_count_each_input_once():
+    """Check that the least bytes count each input and output once."""
     work = Operands(SHAPE, 40, "fprop", "17 0 23", CPU)
     # Weights of the group without rows are not read.
     assert work.least_bytes(2, 0.5) == 40 * 32 * 2 + 2 * 64 * 32 * 0.5 + 40 * 64 * 2
@@ -189,6 +192,7 @@ def test_gemm_on_the_reference():
     ],
 )
 def test_layers_are_compared_with_fp32(work):
+    """Check that the results of layers are compared with fp32."""
     kind, *name = work
     work = kind(*name, layer.PASSES[1], CPU)
     results = [t.clone() for t in work.expected]
@@ -228,6 +232,7 @@ def test_mixtures_on_the_reference(case):
 
 @pytest.mark.parametrize("name", ["host", "memory"])
 def test_suites_without_a_gpu(name):
+    """Run the suites that need no GPU."""
     records = []
     report = measure_suite(name, Options(quick=True), Selection(), records.extend)
     assert not report.failed and not report.wrong
@@ -239,6 +244,7 @@ def test_suites_without_a_gpu(name):
 
 
 def test_the_command(tmp_path, capsys):
+    """Run the command with filters, and check its records."""
     out = tmp_path / "r.jsonl"
     command = ["run", "quantize", "--backend", "reference", "--quick", "--no-peers"]
     chosen = ["--filter", "op=amax|directions=row amax=given", "--format", "nvfp4$|bfloat16"]

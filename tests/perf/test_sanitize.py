@@ -18,6 +18,7 @@ OPS = {
 
 @pytest.mark.parametrize("family", [*OPS])
 def test_families_run(monkeypatch, capsys, family):
+    """Check that each family of the sanitizer runs all of its formats."""
     name, argument = OPS[family]
     op, called = getattr(sanitize.ops, name), set()
 
@@ -62,6 +63,7 @@ def test_mixtures_take_steps(monkeypatch, capsys):
 
 
 def test_shares_make_the_whole(monkeypatch):
+    """Check that two shares of the sanitizer's work cover all tiles and formats."""
     tiles, formats = [], []
     monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
     monkeypatch.setattr(sanitize, "_quantize", lambda text, *_: formats.append(text))

@@ -61,6 +61,7 @@ def test_a_forward_pass_reads_weights_as_the_contender_has_them():
 
 
 def test_a_training_step_reads_weights_twice_and_writes_their_gradients():
+    """Check the bytes of training steps."""
     rows, gradients, z = 4 * 2 * ROWS * HIDDEN, 2 * GROUPS * (UP + DOWN), 2 * 2 * ROWS * 2 * WIDE
     # In bf16 the input itself is read again.
     assert (
@@ -75,6 +76,7 @@ def test_a_training_step_reads_weights_twice_and_writes_their_gradients():
 
 
 def test_a_mixture_reads_the_experts_that_tokens_chose():
+    """Check the bytes and operations of a mixture, whose idle experts are not read."""
     router, tokens = 2 * 512 * HIDDEN, 2 * 2 * 64 * HIDDEN
     filled = 512 * (1 - (1 - 2 / 512) ** 64)
     assert 110 < filled < 115
@@ -92,6 +94,7 @@ def test_a_mixture_reads_the_experts_that_tokens_chose():
 
 @pytest.mark.parametrize("routing", ["random", "zipf"])
 def test_experts_that_have_rows_are_about_those_of_a_router(routing):
+    """Compare the expected number of chosen experts with a router."""
     shape = moe.MoEShape("m", 128, 256, 32, 4)
     work = moe.MoEWork("moe", shape, 64, routing, FORWARD, torch.device("cpu"))
     (router, *_), _, _ = work.split_weights(work.weights)
@@ -101,6 +104,7 @@ def test_experts_that_have_rows_are_about_those_of_a_router(routing):
 
 @pytest.mark.parametrize("suite", [layer.SUITE, moe.SUITE], ids=["layer", "moe"])
 def test_contenders_have_the_work_that_their_records_say(suite):
+    """Check that contenders record the bytes and operations that ``work_of`` computes."""
     peers = [peer for peer in all_peers({}) if not peer.missing(METER)]
     tasks = list(suite.tasks(METER, Options(peers=peers)))
     assert tasks
@@ -161,6 +165,7 @@ def test_work_of_older_records_is_that_of_the_contender(tmp_path):
 
 
 def test_committed_rates_are_below_the_memory_of_the_gpu():
+    """Check that committed rates are below the memory bandwidth."""
     got = [
         r
         for r in load(RESULTS)
@@ -174,7 +179,8 @@ def test_committed_rates_are_below_the_memory_of_the_gpu():
 
 
 def test_bytes_of_an_element_are_those_of_the_buffers():
-    """Of weights in each recipe's format; one number a group comes with them."""
+    """Compare ``element_bytes`` with quantized weights, which have up to three numbers per
+    group."""
     x = torch.ones(2, 256, 512, dtype=torch.bfloat16)
     numbers = 3 * 4 * len(x)  # Amax, level and scale.
     for name, recipe in layer.recipes().items():

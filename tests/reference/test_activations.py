@@ -48,6 +48,7 @@ def call_numpy(function, *arguments):
 
 @pytest.mark.parametrize("name", [*FUNCTIONS])
 def test_elementary_functions_have_the_bits_of_the_oracle(name):
+    """Compare elementary functions with the bits of a NumPy oracle."""
     function, oracle_function = FUNCTIONS[name]
     x = all_kinds_of_numbers()
     before = x.clone()
@@ -57,6 +58,7 @@ def test_elementary_functions_have_the_bits_of_the_oracle(name):
 
 @every_activation
 def test_values_and_gradients_have_the_bits_of_the_oracle(act):
+    """Compare activations and their gradients with the bits of a NumPy oracle."""
     x = all_kinds_of_numbers()
     if act.is_gated:
         x = x[torch.randperm(len(x))[: 1 << 17]].view(64, -1)
@@ -100,6 +102,7 @@ def compute_fp64(act, x):
 
 @every_activation
 def test_values_are_near_fp64(act):
+    """Check that activations are close to fp64."""
     x = moderate_values(256, 512).clamp(-40, 40)
     got, want = activate(x, act).double(), compute_fp64(act, x.double())
     a = x.chunk(2, -1)[0] if act.is_gated else x
@@ -114,6 +117,7 @@ def test_values_are_near_fp64(act):
 
 @every_activation
 def test_gradients_are_near_fp64(act):
+    """Check that gradients of activations are close to fp64."""
     x = moderate_values(256, 512).clamp(-40, 40)
     exact = x.double().requires_grad_()
     y = compute_fp64(act, exact)
@@ -130,6 +134,7 @@ def test_gradients_are_near_fp64(act):
 
 @every_activation
 def test_views_and_odd_widths(act):
+    """Check activations of strided inputs and of odd widths."""
     buffer = moderate_values(7, 2 * 26)
     x = buffer[:, ::2]  # not contiguous, and vector code has a remainder
     assert_same_bytes(activate(x, act), activate(x.contiguous(), act))

@@ -30,6 +30,7 @@ def finite(dtype):
 
 
 def test_every_e8m0_code_round_trips():
+    """Check that every E8M0 code decodes to its value and back."""
     codes = torch.arange(256, dtype=torch.int32).to(U8)
     values = conversions.decode(E8M0, codes)
     assert [Fraction(v) for v in values[:255].tolist()] == [
@@ -40,6 +41,7 @@ def test_every_e8m0_code_round_trips():
 
 
 def test_e8m0_rounds_up_near_every_power():
+    """Check that E8M0 scales are rounded up near every power of two."""
     powers = torch.from_numpy(block_oracle.POWERS).float()
     values = with_neighbors(torch.cat([powers, powers * 1.5, torch.tensor([0.0, FMAX])])).clamp_min(
         0

@@ -40,6 +40,7 @@ ELEMENTS = {
 
 @pytest.mark.parametrize("element", ELEMENTS.keys(), ids=[e.name for e in ELEMENTS])
 def test_every_16_bit_number_and_all_boundaries(element):
+    """Convert every 16-bit number and all numbers near boundaries, and compare with an oracle."""
     convert, table = ELEMENTS[element]
     table = [*table, 2 * table[-1] - table[-2]]  # and the next number, if there were one
     near = with_neighbors(
@@ -66,6 +67,7 @@ def test_every_e4m3_code_decodes():
 
 
 def test_codes_pack_low_nibble_first_and_unpack_to_their_values():
+    """Check that codes are packed with the low nibble first, and unpack to their values."""
     assert conversions.pack_codes(torch.tensor([1, 2, 15, 0], dtype=U8)).tolist() == [0x21, 0x0F]
     packed = torch.arange(256, dtype=U8)
     want = [oracle.e2m1_value(code) for byte in range(256) for code in (byte & 15, byte >> 4)]
@@ -97,6 +99,7 @@ def test_every_bf16_amax_of_a_block(amax):
 
 
 def test_encoding_a_transposed_matrix_does_not_warn(recwarn):
+    """Check that encoding a transposed matrix gives no warning."""
     transposed = torch.randn(48, 30).T
     torch.set_warn_always(True)  # torch warns about strides once per process
     try:

@@ -66,6 +66,7 @@ def test_partial_sums_keep_bits_beyond_fp64():
 @each_core
 @each_a
 def test_inf_and_nan_stay_in_their_rows(core, a_dtype):
+    """Check that infinity and NaN affect only their rows and columns."""
     a, b = finite_codes(4, 160, a_dtype), finite_codes(5, 160, E5M2)
     clean = dot(block_rows(a), block_rows(b), AccumulationModel(core))
     bad = b.clone()
@@ -103,6 +104,7 @@ def test_scales_are_not_multiplied_with_each_other(pow2):
 
 
 def test_per_row_scales_come_first():
+    """Check that scales per row are applied before scales of square blocks."""
     a, b = codes([[1.0] * 128]), codes([[1.0] * 128])
     rows, square = FP8Block(), FP8Block(block=(128, 128))
     large, small = 2.0**126, 2.0**-100
@@ -143,6 +145,7 @@ def test_mxfp8_scales_beyond_fp32(core):
 
 @each_core
 def test_a_nan_scale_stays_in_its_row(core):
+    """Check that a NaN scale affects only its row."""
     a, b = codes(torch.ones(2, 64)), codes(torch.ones(3, 64))
     scales = torch.full((2, 2), 127, dtype=U8)
     scales[1, 1] = 255
@@ -167,6 +170,7 @@ def test_mxfp8_blocks_on_hopper_have_separate_accumulators():
 @each_core
 @pytest.mark.parametrize("rows", [1, 255, 257, 600])
 def test_results_do_not_depend_on_tiles(core, rows):
+    """Check that results do not depend on the tiles of the reference."""
     a, b = finite_codes(rows, 272, E4M3), finite_codes(300, 272, E4M3)
     scales = [torch.rand(len(x), 3) + 0.5 for x in (a, b)]
     fmt = FP8Block(pow2_scales=False)

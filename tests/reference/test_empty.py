@@ -21,6 +21,7 @@ NO_ROWS = offs_tensor(0, 0, 0)
 @pytest.mark.parametrize("uniform", [False, True])
 @every_format
 def test_dequantizing_no_rows(text, columnwise, uniform):
+    """Check that tensors without rows can be decoded."""
     x = torch.ones(*((3, 0) if uniform else (0,)), 64)
     offs = None if uniform else NO_ROWS
     copy = ops.grouped_quantize(x, text, offs, rowwise=not columnwise, columnwise=columnwise)
@@ -41,6 +42,7 @@ def test_dbias_without_elements_is_zero():
 
 
 def test_gemm_without_columns():
+    """Check products whose output has no columns."""
     offs = offs_tensor(3, 5)
     assert ops.m_grouped_gemm(torch.ones(5, 16), torch.ones(2, 0, 16), offs).shape == (5, 0)
     assert ops.k_grouped_gemm(torch.ones(5, 0), torch.ones(5, 4), offs).shape == (2, 0, 4)
@@ -58,6 +60,7 @@ def test_gemm_without_depth_gives_the_bias():
 
 
 def test_gemm_without_live_rows():
+    """Check products of groups without rows."""
     a, b = torch.full((5, 16), torch.nan), torch.ones(3, 4, 16)
     assert ops.m_grouped_gemm(a, b, NO_ROWS).equal(torch.zeros(5, 4))
     assert ops.k_grouped_gemm(a, a, NO_ROWS).equal(torch.zeros(3, 16, 16))

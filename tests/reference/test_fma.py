@@ -79,6 +79,7 @@ def test_random_numbers_that_nearly_cancel():
 
 
 def test_zeros_infinities_and_nan():
+    """Compare fma with fp64 for zeros, infinities and NaN."""
     inf, nan = math.inf, math.nan
     specials = (0.0, -0.0, 1.0, -2.5, 2.0**-149, inf, -inf, nan)
     a, b, c = (torch.tensor(v) for v in zip(*itertools.product(specials, repeat=3), strict=True))
@@ -92,6 +93,7 @@ def test_operands_broadcast():
 
 
 def test_a_sum_and_its_rounding_error_are_exact():
+    """Check that a sum and its rounding error are exact."""
     x = torch.randn(2000, dtype=torch.float64)
     y = torch.randn(2000, dtype=torch.float64) * torch.randint(-60, 60, (2000,)).double().exp2()
     total, error = two_sum(x, y)

@@ -42,6 +42,7 @@ INVALID_END_ROWS = [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -
 @pytest.mark.parametrize("rows", INVALID_END_ROWS, ids=str)
 @unchecked_end_rows()
 def test_invalid_end_rows_act_as_their_clamped_values(rows):
+    """Check that invalid end rows give the results of clamped ones."""
     x, w = sample(40, 32), sample(2, 24, 32)
     offs = offs_tensor(*rows)
     clamped = offs.clamp(0, 40).cummax(0).values.int()
@@ -65,6 +66,7 @@ def test_invalid_end_rows_act_as_their_clamped_values(rows):
 @pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_plain_fprop_is_the_fp64_product_rounded(dtype, out_dtype, transpose_b):
+    """Compare plain fprop with the rounded fp64 product."""
     splits = (20, 0, 33, 1)
     x, offs = torch.randn(58).repeat(70, 1).T.to(dtype), offs_from_splits(splits)
     x = x * torch.randn(58, 70).to(dtype)
@@ -88,6 +90,7 @@ def test_plain_fprop_is_the_fp64_product_rounded(dtype, out_dtype, transpose_b):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=DTYPES)
 def test_plain_wgrad_is_the_fp64_product_rounded(dtype, out_dtype):
+    """Compare plain wgrad with the rounded fp64 product."""
     splits = (20, 0, 33)
     a, b = torch.randn(55, 8).to(dtype), torch.randn(55, 12).to(dtype)
     alpha = torch.tensor([1.5, 2.0, -0.7])
@@ -98,6 +101,7 @@ def test_plain_wgrad_is_the_fp64_product_rounded(dtype, out_dtype):
 
 
 def test_nan_and_inf_of_plain_operands_stay_in_their_group():
+    """Check that NaN and infinity of plain operands affect only their rows."""
     x = torch.ones(6, 4)
     x[1, 2], x[4, 0] = torch.nan, torch.inf
     out = ops.m_grouped_gemm(x, torch.ones(2, 3, 4), offs_from_splits((2, 4)))

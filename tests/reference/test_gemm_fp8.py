@@ -178,6 +178,7 @@ def test_m_grouped_products_have_the_documented_bits(pair, transpose_b):
 
 @each_pair
 def test_wgrads_have_the_documented_bits(pair):
+    """Compare wgrad with the documented bits."""
     case = Wgrad(pair, (7, 0, 131), 32, 32)
     alpha, initial = torch.tensor([0.9, 5.0, 1.1]), torch.randn(3, 32, 32)
     plain, total = torch.zeros(3, 32, 32), initial.clone()
@@ -196,6 +197,7 @@ def test_wgrads_have_the_documented_bits(pair):
 @pytest.mark.parametrize("pair", RAGGED_K.values(), ids=RAGGED_K)
 @pytest.mark.parametrize("depth", [16, 48, 112, 144, 272])
 def test_k_may_end_inside_a_block(pair, transpose_b, depth):
+    """Check products whose K ends inside a block."""
     case = Product(pair, (2, 1), 16, depth, transpose_b=transpose_b)
     want = torch.zeros(len(case.x), 16)
     for _, rows, a, b in case.members():
@@ -205,6 +207,7 @@ def test_k_may_end_inside_a_block(pair, transpose_b, depth):
 
 @each_kind
 def test_1500_groups(pair):
+    """Check products of 1500 groups."""
     offs = offs_of_many_groups()
     rows = int(offs[-1])
     x, w = sample(rows, 32), sample(len(offs), 16, 32)
@@ -233,6 +236,7 @@ def test_1500_groups(pair):
 @each_kind
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_out_forms_leave_tail_and_empty_groups_unchanged(pair, accumulate):
+    """Check that out forms leave the tail and empty groups unchanged."""
     case = Product(pair, (20, 0, 12), tail=9)
     functional = case.run()
     out = poisoned(functional)
@@ -246,6 +250,7 @@ def test_out_forms_leave_tail_and_empty_groups_unchanged(pair, accumulate):
 
 @each_fp8
 def test_nan_stays_in_its_row_and_group(pair):
+    """Check that NaN affects only its row and its group."""
     case = Product(pair, (3, 4), tail=0)
     x = case.x.clone()
     x[1, 5] = torch.nan
@@ -262,6 +267,7 @@ def test_nan_stays_in_its_row_and_group(pair):
 @each_fp8
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_plain_activations_times_quantized_weights(pair, transpose_b, dtype):
+    """Compare plain activations times quantized weights with rounded fp64 products."""
     case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
     bias, alpha = torch.randn(3, 32), torch.tensor([1.7, 2.0, -0.3])
     x = case.x.to(dtype)
@@ -288,6 +294,7 @@ def test_quantizing_on_the_fly_gives_the_bits_of_two_ops(pair, transpose_b):
 
 
 def test_delayed_scaling_times_current_scaling():
+    """Check a product of delayed-scaling and current-scaling codes."""
     case = Product(KINDS["fp8"], (20, 0, 12))
     scale = torch.tensor([3.0, 1.0, 0.25])
     codes, scale_inv, *_ = ops.grouped_quantize(

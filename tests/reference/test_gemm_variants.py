@@ -42,6 +42,7 @@ def copy_of(text, *shape, columnwise=False):
 @pytest.mark.parametrize(("a_bound", "b_bound"), [*itertools.product((256, 448), (256, 448))])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_each_operand_has_its_own_bound(a_bound, b_bound, by_row):
+    """Check that each operand uses its own ``e4m3_max``."""
     a_text = BOUNDS[a_bound].replace("nvfp4:", "nvfp4:row_scaled,") if by_row else BOUNDS[a_bound]
     b_text = SQUARES if b_bound == 256 else SQUARES + ",e4m3_max=448"
     case = Product((a_text, b_text), SPLITS, N, K)
@@ -86,6 +87,7 @@ def test_variants_multiply_like_plain_nvfp4(text, backend):
 
 @pytest.mark.parametrize("text", [TRANSFORMED, STOCHASTIC, BOUNDS[256], BOUNDS[448], SQUARES])
 def test_w4a16_with_variants(text):
+    """Check W4A16 products of each variant of NVFP4."""
     x, w = sample(sum(SPLITS), K), copy_of(text, 3, N, K)
     values = ops.grouped_dequantize(w[0], w[1:], text, N, F32)
     got = ops.m_grouped_gemm(*m_grouped_arguments(x, w, OFFS, out_dtype=F32, b_format=text))

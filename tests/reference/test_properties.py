@@ -11,6 +11,7 @@ from tests.ops.test_defaults import results
 
 
 def test_results_depend_on_neither_threads_nor_matmul_precision():
+    """Check that results depend neither on threads nor on the matmul precision."""
     x, w, offs = sample(300, 128), sample(3, 96, 128), offs_from_splits((100, 0, 190))
 
     def every_result():

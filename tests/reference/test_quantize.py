@@ -183,6 +183,7 @@ def test_special_values(dtype, text):
 @every_format
 @every_dtype
 def test_amaxes_from_denormal_to_the_largest(dtype, text):
+    """Quantize groups with amaxes from the smallest to the largest."""
     info = torch.finfo(dtype)
     sizes = [info.tiny * info.eps, info.tiny, 1e-37, 3e-36, 1e-4, 1.0, info.max / 8]
     x = torch.randn(7, 6, 64).clamp(-7, 7).double() * torch.tensor(sizes)[:, None, None].double()
@@ -213,6 +214,7 @@ def test_more_than_a_thousand_groups(text):
 
 @every_text
 def test_the_tail_is_neither_read_nor_written(text):
+    """Check that the tail is neither read nor written."""
     x, offs = sample(160, 64), offs_from_splits((20, 0, 115))
     x[135:] = torch.nan
     got = quantize(x, text, offs)
@@ -233,6 +235,7 @@ def test_invalid_end_rows_act_as_their_clamped_values(rows, text):
 @every_format
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_dequantizing_ragged_groups(text, columnwise, dtype):
+    """Compare decoded ragged groups with a NumPy oracle."""
     x, offs = special_values(205, 160, F32), offs_from_splits((19, 0, 41, 130, 0))
     copy = quantize_operand(x, text, offs, columnwise=columnwise)
     want = fp8_oracle.dequantized(text, copy, 205, offs, columnwise).to(dtype)
@@ -275,6 +278,7 @@ def test_extreme_given_amaxes(amax):
 
 @every_nvfp4
 def test_ties_of_codes_and_of_scales(text):
+    """Quantize values at the midpoints between codes and between scales."""
     # The group's and each row's amax is 2688, so S_enc is 1; blocks of amax 6 have scale 1.
     quarter = torch.randint(-24, 25, (32, 48)) / 4
     quarter[:, 16] = 6.0  # codes tie wherever the value ends in .25 or .75

@@ -53,6 +53,7 @@ def test_philox_gives_the_published_words(counter, key, rounds, want):
 
 @pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (1 << 40, 5), (7, -(2**63)), (3, 2**63 - 1)])
 def test_bytes_follow_the_documented_counter(seed):
+    """Check that random bytes follow the documented Philox counter."""
     random_bytes = reference.SeededRandomNumbers(torch.tensor(seed), 48)
     rows = torch.tensor([0, 3, 1 << 33])
     drawn_bytes = random_bytes.rows(rows).view(3, 3, 16)
@@ -94,6 +95,7 @@ def representative_values():
 
 
 def test_stochastic_rounding_by_every_byte():
+    """Check stochastic rounding with each of the 256 random bytes."""
     y = representative_values()
     y = torch.cat([y, -y])[:, None]
     r = torch.arange(256, dtype=U8)
@@ -140,6 +142,7 @@ def test_wrong_seeds_raise(text, seed, error, message):
 
 
 def test_the_fused_op_uses_the_bytes_of_two_ops():
+    """Check that the fused op uses the random bytes of separate ops."""
     x, offs, seed = sample(40, 32), offs_from_splits((25, 15)), torch.tensor([8, 9])
     weight = ops.grouped_quantize(sample(2, 16, 32), "nvfp4")
     copy = ops.grouped_quantize(x, SR, offs, seed=seed)

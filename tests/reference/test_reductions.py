@@ -57,6 +57,7 @@ def test_offsets_saturate_at_the_limits_of_their_dtype(dtype):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_amax_of_ragged_groups(splits, dtype):
+    """Compare amaxes of ragged groups with a NumPy oracle."""
     x = special_values(sum(splits) + 2, 20, dtype)
     x[sum(splits) :] = torch.inf  # the tail
     groups, _ = oracle.ragged_groups(end_rows(splits), len(x))
@@ -81,6 +82,7 @@ def tree_sum(rows):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("splits", [(300, 0, 1, 127, 128, 129), (0,), (1,)], ids=str)
 def test_dbias_sums_in_the_documented_order(splits, dtype):
+    """Check that dbias sums in the documented order."""
     dy = sample(sum(splits) + 3, 7, dtype=dtype)
     dy[sum(splits) :] = torch.nan  # the tail
     want = np.zeros((len(splits), 7), np.float32)

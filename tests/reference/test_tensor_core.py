@@ -288,6 +288,7 @@ def emulated(kind, a, b, options):
 @every_sort
 @every_kind
 def test_bits_of_the_emulator(kind, sort):
+    """Compare the model of the tensor core with the emulator."""
     rows, cols = (64, 8) if kind.arch == "sm_90a" else (128, 16)
     a, b, options = arguments(kind, rows, cols, 3 * kind.k, sort)
     got = tensor_core_gemm(kind.arch, a, b, **options)
@@ -297,6 +298,8 @@ def test_bits_of_the_emulator(kind, sort):
 
 
 def test_signs_of_zero_sums():
+    """Check the signs of sums that are zero."""
+
     def sign(arch, a, acc):
         rows, accumulator = (torch.tensor([[v]], dtype=F16) for v in (a, acc))
         return math.copysign(
@@ -315,6 +318,7 @@ def test_signs_of_zero_sums():
 @given(st.data())
 @settings(max_examples=40)
 def test_bits_do_not_depend_on_shapes_tiles_or_steps(data):
+    """Check that the bits do not depend on shapes, tiles or steps."""
     kind = data.draw(st.sampled_from(KINDS))
     sort = data.draw(st.sampled_from(SORTS))
     torch.manual_seed(data.draw(st.integers(0, 2**32)))
@@ -347,6 +351,7 @@ def test_bits_do_not_depend_on_shapes_tiles_or_steps(data):
 
 
 def test_the_accumulator_argument_is_unchanged():
+    """Check that the accumulator argument is unchanged."""
     acc = torch.zeros(2, 2)
     a = torch.randn(2, 16, dtype=F16)
     tensor_core_gemm("sm_90a", a, a, acc=acc)
@@ -379,6 +384,7 @@ def zeros(rows, cols, dtype):
     ],
 )
 def test_invalid_arguments_raise(arguments, options, message):
+    """Check that invalid arguments raise."""
     arch, *dtypes = arguments
     operands = [
         torch.zeros(r, 64 * t.itemsize, dtype=U8).view(t)

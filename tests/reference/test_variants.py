@@ -44,6 +44,7 @@ def test_special_values(text):
 @every_variant
 @pytest.mark.parametrize("dtype", [F16, F32])
 def test_fp16_and_fp32_inputs(dtype, text):
+    """Check fp16 and fp32 inputs, which transformed formats refuse."""
     if not is_transformed(text):
         check(special_values(40, 32, dtype), text, offs_from_splits((17, 3, 20)))
         return
@@ -66,6 +67,7 @@ def test_given_amaxes(text):
 
 
 def test_amaxes_with_a_transformed_copy_need_one_row_per_direction():
+    """Check that given amaxes of a transformed format have one row per direction."""
     x, offs, text = sample(8, 32), offs_from_splits((3, 5)), "nvfp4:hadamard"
     ones, twos = torch.ones(2), torch.ones(2, 2)
     for wrong, rowwise, columnwise in ((ones, 1, 1), (twos, 1, 0), (twos, 0, 1)):

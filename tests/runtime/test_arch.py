@@ -27,6 +27,7 @@ def gpu(monkeypatch):
 
 
 def test_kernels_and_target_follow_the_device(gpu):
+    """Check that kernels and compiler target follow the device."""
     assert device_architecture(torch.device("cuda", 0)) == Architecture("sm_90a", "sm_90a")
     assert device_architecture(1) == Architecture("sm_100a", "sm_100a")
     assert device_architecture(2) == Architecture("sm_100a", "sm_103a")
@@ -53,6 +54,7 @@ def test_cpu_tensors_have_no_architecture():
 
 
 def test_names_select_kernels_and_target():
+    """Check that names select kernels and compiler target."""
     assert architecture("sm_103a") == Architecture("sm_100a", "sm_103a")
     assert architecture("emulated:sm_90a") == Architecture("sm_90a", "sm_90a", emulated=True)
     for text in ("sm_90a", "sm_103a", "emulated:sm_100a"):

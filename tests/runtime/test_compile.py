@@ -53,6 +53,7 @@ def object_path():
 
 
 def test_memory_then_disk_then_compiler(traced):
+    """Check that kernels are looked up in memory and on disk before they are compiled."""
     kernel = compile_kernel(SPEC, SM90)
     assert traced() == 1
     assert compile_kernel(Scale(2.0), SM90) is kernel
@@ -62,6 +63,7 @@ def test_memory_then_disk_then_compiler(traced):
 
 
 def test_a_process_that_waited_for_another_does_not_compile(on_disk, monkeypatch):
+    """Check that a process that waited for another loads its kernel."""
     marker = object_path().with_suffix(".json")
     hidden_marker = marker.rename(marker.with_suffix(".hidden"))
 
@@ -76,6 +78,7 @@ def test_a_process_that_waited_for_another_does_not_compile(on_disk, monkeypatch
 
 
 def test_an_entry_that_does_not_load_is_compiled_again(on_disk):
+    """Check that an entry that does not load is compiled again."""
     disk, key = cache.default_cache(), cache.cache_key(SPEC, SM90)
     disk.store(key, {"o": b"complete, but not an object file"})
     with pytest.warns(RuntimeWarning, match="compiled anew"):
@@ -87,6 +90,7 @@ def test_an_entry_that_does_not_load_is_compiled_again(on_disk):
 
 
 def test_the_hashed_bytes_are_loaded_not_the_file(on_disk, monkeypatch):
+    """Check that the bytes that were hashed are loaded, even if the file changes."""
     load = cache.DiskCache.load
 
     def load_and_exchange(self, key):
@@ -100,6 +104,7 @@ def test_the_hashed_bytes_are_loaded_not_the_file(on_disk, monkeypatch):
 
 
 def test_the_disk_cache_can_be_turned_off(traced, monkeypatch, tmp_path):
+    """Check that the disk cache can be turned off."""
     monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
     assert compile_kernel(SPEC, SM90) is compile_kernel(SPEC, SM90)
     assert compile_to_disk(SPEC, SM90) is None
@@ -115,6 +120,7 @@ def assert_two_kernels_warn_once(message):
 
 
 def test_kernels_run_without_a_writable_folder(traced, monkeypatch, tmp_path):
+    """Check that kernels run without a writable folder, with one warning."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "file" / "kernels"))
     assert_two_kernels_warn_once("not kept on disk")
@@ -122,6 +128,7 @@ def test_kernels_run_without_a_writable_folder(traced, monkeypatch, tmp_path):
 
 
 def test_a_kernel_that_cannot_be_exported_still_runs(monkeypatch):
+    """Check that a kernel that cannot be exported still runs."""
     from cutlass.cutlass_dsl.tvm_ffi_provider import TVMFFIJitCompiledFunctionBase
 
     def fail(self, path, function_name=None):
@@ -138,6 +145,7 @@ def run_together(functions):
 
 
 def test_threads_compile_a_kernel_once(traced):
+    """Check that concurrent threads compile a kernel once."""
     start = threading.Barrier(4)
 
     def compile_after_start():
@@ -182,6 +190,7 @@ def test_a_child_forked_while_a_thread_compiles_can_compile():
 
 
 def test_arguments_are_checked_by_the_compiled_function():
+    """Check that compiled functions check their arguments."""
     import torch
 
     kernel = compile_kernel(SPEC, SM90)
@@ -213,6 +222,7 @@ def test_concurrent_processes_compile_a_kernel_once(traced):
 
 
 def test_a_compiler_process_that_dies_costs_one_kernel(monkeypatch):
+    """Check that a compiler process that dies fails one kernel only."""
     programs = [
         "import os; os.kill(os.getpid(), 9)",
         "import pickle, sys\npickle.load(sys.stdin.buffer)\n"
@@ -230,6 +240,7 @@ def test_a_compiler_process_that_dies_costs_one_kernel(monkeypatch):
 
 
 def test_precompile_in_processes(traced, capsys):
+    """Check that ``precompile`` compiles in processes and skips cached kernels."""
     specs = [Scale(float(factor)) for factor in range(3)]
     result = cute_kernels.precompile(specs + specs, arch="sm_100a", jobs=2, load=False)
     assert (result.compiled, result.cached) == (3, 0)
@@ -242,6 +253,7 @@ def test_precompile_in_processes(traced, capsys):
 
 
 def test_precompile_reports_every_failure(traced, capsys):
+    """Check that ``precompile`` reports every failure."""
     specs = [Scale(1.0, "Bad"), Scale(2.0), Scale(3.0, "Worse")]
     with pytest.raises(aot.PrecompileError, match=r"(?s)'Bad'.*'Worse'") as error:
         cute_kernels.precompile(specs, arch="sm_90a", jobs=1, progress=False)
@@ -264,6 +276,7 @@ def family(monkeypatch):
 
 
 def test_the_command_lists_and_compiles_matching_kernels(family, capsys):
+    """Check that the command lists and compiles matching kernels."""
     assert aot.main(["--arch", "sm_103a", "--arch", "sm_90a", "--list"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"tests.runtime.toy_kernels.Scale(factor={factor}, dtype='{dtype}')"
@@ -278,6 +291,7 @@ def test_the_command_lists_and_compiles_matching_kernels(family, capsys):
 
 
 def test_the_command_cannot_be_imported():
+    """Check that the command's module cannot be imported, and that it runs with ``-m``."""
     with pytest.raises(ImportError, match=r"call cute_kernels.precompile\(\)"):
         importlib.import_module("cute_kernels.precompile")
     assert callable(cute_kernels.precompile)

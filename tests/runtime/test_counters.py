@@ -9,6 +9,7 @@ DEFAULT, POOL_A, POOL_B, EXTERNAL = 0, 3, 35, 4096
 
 
 def test_launches_that_may_overlap_share_no_counter(monkeypatch):
+    """Check that launches that may overlap have different counters."""
     now, waits = {}, []
 
     def is_capturing(device):

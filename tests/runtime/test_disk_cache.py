@@ -87,6 +87,7 @@ def test_a_json_file_of_another_form_is_a_miss(stored, text):
 
 
 def test_an_entry_that_names_files_elsewhere_is_a_miss(stored, tmp_path):
+    """Check that an entry that names files elsewhere is not used."""
     meta = stored.root / f"{KEY.name}.json"
     entry = json.loads(meta.read_text())
     (stored.root / f"{KEY.name}.").mkdir()
@@ -98,6 +99,7 @@ def test_an_entry_that_names_files_elsewhere_is_a_miss(stored, tmp_path):
 
 @pytest.mark.parametrize("suffix", ["o", "ptx", "json"])
 def test_a_file_that_others_can_write_is_a_miss(stored, suffix):
+    """Check that a file that others can write is not used."""
     (stored.root / f"{KEY.name}.{suffix}").chmod(0o664)
     with pytest.warns(RuntimeWarning, match=f"compiled anew: .*{suffix} is not used.*chmod go-w"):
         assert stored.load(KEY) is None
@@ -106,6 +108,7 @@ def test_a_file_that_others_can_write_is_a_miss(stored, suffix):
 
 
 def test_a_folder_that_others_can_write_is_neither_read_nor_written(stored):
+    """Check that a folder that others can write is neither read nor written."""
     stored.root.chmod(0o777)
     before = sorted(stored.root.iterdir())
     with pytest.warns(RuntimeWarning, match=f"{stored.root} is not used.*chmod go-w") as caught:
@@ -122,6 +125,7 @@ def test_a_folder_that_others_can_write_is_neither_read_nor_written(stored):
 
 
 def test_an_entry_of_another_key_is_a_miss(stored):
+    """Check that an entry of another key is not used."""
     other_key = CacheKey("kernel", {**KEY.facts, "arch": "sm_90a"})
     assert other_key.name != KEY.name
     for suffix in ("json", *FILES):
@@ -132,6 +136,7 @@ def test_an_entry_of_another_key_is_a_miss(stored):
 
 
 def test_a_writer_that_dies_leaves_a_miss(disk, monkeypatch):
+    """Check that an incomplete entry is not used, and that it can be written again."""
     replace = Path.replace
 
     def die_at_the_last(self, target):
@@ -150,6 +155,7 @@ def test_a_writer_that_dies_leaves_a_miss(disk, monkeypatch):
 
 
 def test_a_read_only_folder_serves_hits_and_warns_once(read_only_folder):
+    """Check that a read-only folder is read, with one warning for writes."""
     disk = DiskCache(read_only_folder)
     assert disk.load(KEY) == FILES
     with pytest.warns(RuntimeWarning, match="not kept on disk.*denied") as caught:
@@ -161,6 +167,7 @@ def test_a_read_only_folder_serves_hits_and_warns_once(read_only_folder):
 
 
 def test_the_environment_chooses_the_folder(monkeypatch, tmp_path):
+    """Check which environment variables choose the folder."""
     variables = {"CUTE_KERNELS_CACHE_DIR": "kernels", "XDG_CACHE_HOME": "xdg", "HOME": "home"}
     folders = ("kernels", "xdg/cute_kernels", "home/.cache/cute_kernels")
     for name, folder in variables.items():
@@ -173,6 +180,7 @@ def test_the_environment_chooses_the_folder(monkeypatch, tmp_path):
 
 
 def test_waiting_for_a_lock_times_out(disk, monkeypatch):
+    """Check that waiting for a lock times out."""
     monkeypatch.setattr(cache, "_LOCK_TIMEOUT_S", 0.05)
     entered = False
     with disk.lock(KEY), pytest.warns(RuntimeWarning, match="was held for"), disk.lock(KEY):
@@ -234,6 +242,7 @@ def source_digest(module="others_kernels.inner"):
 
 
 def test_all_sources_of_the_package_are_in_the_digest(foreign_package):
+    """Check that the digest covers all sources of the package."""
     before = source_digest()
     assert before is not None and before != source_digest("cute_kernels.kernels.gemm")
     (foreign_package / "inner" / "kernel.py").write_text("SIZE = 2\n")
@@ -243,6 +252,7 @@ def test_all_sources_of_the_package_are_in_the_digest(foreign_package):
 
 
 def test_sources_edited_since_the_start_are_not_trusted(foreign_package, monkeypatch):
+    """Check that a digest is refused if sources changed after the process started."""
     source = foreign_package / "inner" / "kernel.py"
     monkeypatch.setattr(cache, "_STARTED", source.stat().st_mtime + 1e9)
     assert source_digest() is not None
@@ -316,6 +326,7 @@ def test_every_module_that_a_kernel_uses_is_in_its_key(modules):
     ],
 )
 def test_constants_from_other_modules_are_in_the_key(kernel, source, monkeypatch):
+    """Check that the key covers constants from other modules."""
     spec = next(spec for spec in every_spec() if spec.kernel == kernel)
     before = cache_key(spec, architecture("sm_90a")).name
     path, read = sources.module_file("cute_kernels").parent / source, sources._read
@@ -331,6 +342,7 @@ def test_constants_from_other_modules_are_in_the_key(kernel, source, monkeypatch
 
 
 def test_ops_runtime_and_other_kernels_are_not_in_the_key():
+    """Check that the key does not cover ops, the runtime and other kernels."""
     root = sources.module_file("cute_kernels").parent
     names = {
         path.relative_to(root).as_posix()

@@ -60,6 +60,7 @@ def test_the_extra_cutedsl_lists_the_requirements():
 
 
 def test_installed_versions_include_the_libraries_of_the_dsl(monkeypatch, tmp_path):
+    """Check that installed versions include the libraries of the DSL."""
     for name in ("nvidia_cutlass_dsl-4.8.1", "nvidia_cutlass_dsl_libs_cu13-4.8.1", "torch-2.13.0"):
         (tmp_path / f"{name}.dist-info").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "missing")])

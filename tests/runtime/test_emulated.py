@@ -43,6 +43,7 @@ def results():
 
 @pytest.mark.emulated
 def test_compiled_and_loaded_kernels_give_the_same_results():
+    """Compare results of compiled kernels with those of loaded kernels."""
     for arch in EMULATED:
         aot.precompile(SPECS, arch=arch, jobs=1, load=False, progress=False)
     program = (
@@ -66,6 +67,7 @@ def test_wrong_arguments_raise():
 
 @pytest.mark.emulated
 def test_a_kernel_runs_again_after_a_fault():
+    """Check that a kernel runs again after a fault."""
     kernel = compile_kernel(Scale(2.0), EMULATED[1])
     x, y = torch.zeros(64), torch.zeros(64)
     emulator.watch(x)
@@ -97,6 +99,7 @@ def other_ptx():
     ids=["text", "empty", "cut off", "binary", "other kernel", "cubin", "object", "ELF header"],
 )
 def test_an_entry_with_invalid_code_is_compiled_again(suffix, content, monkeypatch):
+    """Check that an entry with invalid code is compiled again."""
     spec, arch = Scale(2.0), EMULATED[1]
     compile_kernel(spec, arch)
     disk, key = cache.default_cache(), cache.cache_key(spec, arch)

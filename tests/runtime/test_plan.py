@@ -25,6 +25,7 @@ def checks(monkeypatch):
 
 
 def test_a_hit_skips_the_checks(plans, checks):
+    """Check that a cached plan skips the checks."""
     offs = offs_tensor(2, 3)
     amaxes = GroupedAmax.fast_call(torch.ones(3, 8), offs)
     amaxes_of_hit = GroupedAmax.fast_call(torch.full((3, 8), 2.0), offs - 1)
@@ -34,6 +35,7 @@ def test_a_hit_skips_the_checks(plans, checks):
 
 
 def test_backends_formats_and_directions_have_separate_plans(plans):
+    """Check that backends, formats and directions have separate plans."""
     x, offs = torch.ones(3, 16), offs_tensor(2, 3)
     quantize = cute_kernels.ops.grouped_quantize
     quantize(x, "nvfp4", offs)
@@ -85,6 +87,7 @@ def test_lists_differ_from_their_tensors():
 
 
 def test_layouts_of_scales_are_in_the_key(plans):
+    """Check that the key of a plan has the strides of scales."""
     x, offs = torch.randn(40, 32), offs_tensor(10, 40)
     a = cute_kernels.ops.grouped_quantize(x, "nvfp4", offs)
     b = cute_kernels.ops.grouped_quantize(torch.randn(2, 16, 32), "nvfp4")
@@ -109,6 +112,7 @@ def test_a_failed_check_is_not_remembered(plans, checks):
 
 
 def test_a_full_cache_drops_the_oldest_plan():
+    """Check that a full cache drops the oldest plan."""
     plans = PlanCache(capacity=2)
     for key in "abc":
         plans.add(key, key.upper())

@@ -176,6 +176,7 @@ def test_the_list_holds_the_quantizers_in_use_and_no_other(arch):
 )
 @pytest.mark.parametrize("features", [256, 2048])
 def test_training_and_inference_use_listed_kernels_only(monkeypatch, recipe, features, arch):
+    """Check that training and inference use only kernels that ``precompile`` lists."""
     recorder = Recorder(arch.name)
     monkeypatch.setattr(op_module, "launcher", lambda backend, device: recorder)
     monkeypatch.setattr(PLANS, "_plans", {})
@@ -195,6 +196,7 @@ def test_training_and_inference_use_listed_kernels_only(monkeypatch, recipe, fea
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
 def test_listed_kernels_have_classes_and_distinct_keys(arch):
+    """Check that listed kernels have classes and distinct keys."""
     listed = aot.declared_specs(arch)
     assert len({cache_key(spec, arch).name for spec in listed}) == len(listed)
     names = {spec.kernel for spec in listed}

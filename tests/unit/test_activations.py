@@ -11,6 +11,7 @@ GATED = {"geglu", "swiglu", "reglu", "qgeglu", "sreglu", "clamped_swiglu"}
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_records_are_values(name):
+    """Check that activations are values with a text."""
     act = Activation(name)
     assert_value_semantics(act)
     assert act.text == name and parse_activation(name) == act

@@ -173,6 +173,7 @@ def test_a_block_holds_in_its_thread_only(monkeypatch):
 
 
 def test_backward_uses_the_block_of_the_thread_that_runs_it():
+    """Check that backward uses the backend of the thread that runs it."""
     names = []
 
     class Note(torch.autograd.Function):
@@ -209,6 +210,7 @@ def test_autograd_threads_use_the_context_of_their_caller():
     )
 
     def device_thread(context):
+        """Return the active backend with the caller's context, and without it."""
         torch._C._stash_obj_in_tls("context", context)
         name = active()
         remove("context")
@@ -223,6 +225,8 @@ def test_autograd_threads_use_the_context_of_their_caller():
 
 
 def test_asyncio_tasks_have_separate_blocks():
+    """Check that asyncio tasks have separate backends."""
+
     async def job(name):
         with backend(name):
             await asyncio.sleep(0)

@@ -18,6 +18,7 @@ def test_a_row_scaled_uniform_tensor_has_one_global_scale_per_row():
 @pytest.mark.parametrize("fmt", [NVFP4(), FP8()], ids=lambda fmt: fmt.text)
 @pytest.mark.parametrize("cols", [16, 48, 416])
 def test_rows_of_codes_are_16_bytes_apart(fmt, cols):
+    """Check that rows of codes start at multiples of 16 bytes."""
     codes = buffers(fmt, (3, cols), 1)["codes"]
     assert codes.strides[0] * codes.dtype.itemsize % 16 == 0
     assert 0 <= codes.strides[0] - codes.shape[1] < 16
@@ -39,6 +40,7 @@ SHAPES = [(5, 48), (0, 32), (130, 16), (1, 160)]
 
 @pytest.mark.parametrize("text", ["nvfp4:row_scaled", "mxfp8", "fp8_block", "fp8"])
 def test_flat_buffers_concatenate_the_buffers_of_the_members(text):
+    """Check that flat buffers concatenate the buffers of the members."""
     fmt = parse(text)
     flat = buffers(fmt, (10_000,), None, columnwise=True, shapes=SHAPES)
     member_slices = member_spans(fmt, SHAPES, columnwise=True)

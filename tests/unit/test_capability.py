@@ -67,6 +67,7 @@ def no_mxfp8(monkeypatch):
 
 
 def test_adding_a_row_adds_a_format(monkeypatch, no_mxfp8):
+    """Check that a new row of the table adds a format."""
     assert support("grouped_quantize", MXFP8(), "reference").reason == "MXFP8 is not built yet"
     monkeypatch.setitem(capability._RUNS, ("grouped_quantize", "mxfp8"), ("reference", "sm_100a"))
     assert support("grouped_quantize", MXFP8(), "reference")
@@ -80,6 +81,7 @@ def test_adding_a_row_adds_a_format(monkeypatch, no_mxfp8):
 
 
 def test_prepacked_weights_are_for_the_reference_and_sm_90a():
+    """Check that only the reference and sm_90a support prepacked weights."""
     for fmt in (NVFP4(), NVFP4(block=(16, 16))):
         assert [bool(support("grouped_gemm", fmt, a, prepacked=True)) for a in ARCHITECTURES] == [
             True,
@@ -141,6 +143,7 @@ def test_unknown_names_raise(arguments, error, words):
 
 
 def test_the_printed_table_agrees_with_support():
+    """Check that the printed table agrees with ``support``."""
     lines = markdown_table().splitlines()
     assert lines[0].split("|")[3:-1] == [f" {arch} " for arch in ARCHITECTURES]
     cells = {}

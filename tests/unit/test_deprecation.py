@@ -52,6 +52,7 @@ def test_old_class_name_warns_and_forwards():
 
 
 def test_format_class_with_old_names_warns_and_works():
+    """Check that a format class with old attribute names warns and works."""
     with pytest.warns(DeprecationWarning) as warnings:
 
         @dataclasses.dataclass(frozen=True)

@@ -75,6 +75,7 @@ def hardswish(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["reference", "emulated:sm_90a", "emulated:sm_100a"])
 def test_ops_refuse_an_unknown_curve(hardswish, backend):
+    """Check that ops refuse an unknown activation curve."""
     import cute_kernels
 
     x, weight, offs = (
@@ -120,6 +121,7 @@ def test_ops_refuse_an_unknown_curve(hardswish, backend):
 
 
 def test_neither_reference_nor_kernels_compute_an_unknown_curve(hardswish, monkeypatch):
+    """Check that reference and kernels refuse an unknown curve."""
     act = Activation(hardswish)
     x = torch.ones(2, 4)
     uses = (
@@ -145,6 +147,7 @@ def test_neither_reference_nor_kernels_compute_an_unknown_curve(hardswish, monke
 
 
 def test_reference_and_kernels_know_the_same_families_of_curves():
+    """Check that reference and kernels implement the same families of curves."""
     families = {curve.family for curve in activations.CURVES.values()}
     assert families == set(reference_activations._FORMULAS) == set(activation_curves.CURVE_FAMILIES)
     assert {curve for curve, _ in activations._FACTS.values()} == set(activations.CURVES)
@@ -200,6 +203,7 @@ def test_every_architecture_has_its_gemm_functions():
 
 
 def test_an_unknown_score_is_refused():
+    """Check that an unknown router score is refused."""
     logits, options = torch.ones(2, 4), (1, "tanh", False, 1, 1, 1.0)
     out = torch.ones(2, 1), torch.ones(2, 1, dtype=torch.int32), torch.ones(2, 4)
     with pytest.raises(UnsupportedError, match="no formula of the score 'tanh'"):

@@ -21,6 +21,7 @@ def test_records_are_values(fmt):
 
 @pytest.mark.parametrize(("bound", "per"), [*itertools.product((None, 256, 448), ("group", "row"))])
 def test_the_largest_block_scale_sets_the_global_scale(bound, per):
+    """Check that ``e4m3_max`` sets the factor of the global scale."""
     fmt = NVFP4(row_scaled=per == "row", four_over_six=True, e4m3_max=bound)
     want = bound or 256
     assert fmt.e4m3_max == want and fmt.tensor_max == 6.0 * want
@@ -138,6 +139,7 @@ def test_invalid_texts_raise(text, words):
 
 @pytest.mark.parametrize("fmt", ALL_FORMATS, ids=str)
 def test_records_describe_their_buffers_and_global_scales(fmt):
+    """Check that records describe their buffers and global scales."""
     global_scale = fmt.global_scale
     assert global_scale is fmt.global_scale  # cached, because every call of an op reads it
     assert not why_unsupported(fmt)

@@ -69,6 +69,7 @@ def test_tiles_that_are_not_preferred_have_a_reason(config):
     ids=["sm_90a", "sm_100a"],
 )
 def test_a_legal_tile_that_is_not_preferred_can_be_forced_but_is_never_chosen(config, tile, sizes):
+    """Check that a legal tile that is not preferred can be forced, but is not chosen."""
     assert not config.why_unsupported(tile)
     assert not prefers(config, tile)
     problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", **sizes)

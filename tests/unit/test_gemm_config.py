@@ -42,6 +42,7 @@ NUM_SMS = 148
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_tile_fits_shared_and_tensor_memory(config):
+    """Check that every tile fits into shared memory and tensor memory."""
     # Four warps each stage 32 rows of 128 bytes, or 32 rows of 32 columns for swapped operands.
     staged = 4 * config.num_store_stage * 32 * 128
     if config.tile.swap_ab:
@@ -59,6 +60,7 @@ def test_every_tile_fits_shared_and_tensor_memory(config):
 
 
 def test_operand_kinds_follow_element_and_scale():
+    """Check that the operand kind follows from the element and its scales."""
     for fmt in (NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))):
         assert operand_of(fmt) is OPERANDS["nvfp4"]
     bounds = NVFP4(four_over_six=True, e4m3_max=448), NVFP4(four_over_six=True)
@@ -114,6 +116,7 @@ def test_invalid_configurations_raise(fields, message):
     ],
 )
 def test_can_implement_gives_a_reason(fields, reason):
+    """Check that ``can_implement`` gives a reason."""
     config = Sm100GemmConfig("nvfp4")
     assert config.can_implement(PROBLEM)
     support = config.can_implement(replace(PROBLEM, **fields))
@@ -121,6 +124,7 @@ def test_can_implement_gives_a_reason(fields, reason):
 
 
 def test_can_implement_bounds_ragged_k():
+    """Check the largest ragged K that ``can_implement`` accepts."""
     config = Sm100GemmConfig("bfloat16", grouping="k_grouped", out_dtype="float32")
     problem = GemmProblem("bfloat16", "k_grouped", "float32", groups=2, rows=2**30, n=64, m=64)
     assert config.can_implement(problem)
@@ -140,6 +144,7 @@ def test_can_implement_bounds_ragged_k():
     ],
 )
 def test_the_tile_follows_the_rows_of_a_group(rows_per_group, tile):
+    """Check that the chosen tile follows from the rows per group."""
     problem = replace(PROBLEM, rows=rows_per_group * PROBLEM.groups)
     chosen = choose_config(Sm100GemmConfig("nvfp4"), problem, NUM_SMS)
     assert chosen.tile == tile
@@ -149,6 +154,7 @@ def test_the_tile_follows_the_rows_of_a_group(rows_per_group, tile):
 
 
 def test_a_tile_can_be_forced_and_is_checked():
+    """Check that a tile can be forced, and that its limits are checked."""
     base = Sm100GemmConfig("nvfp4")
     for tile in SM100_TILES:
         assert choose_config(base, PROBLEM, NUM_SMS, tile).tile == tile

@@ -94,6 +94,7 @@ def test_paths_of_another_user_are_refused(folder, name):
 
 
 def test_the_target_of_a_link_is_checked(folder):
+    """Check that the target of a link is checked."""
     (folder / "link").symlink_to("file")
     assert read(folder, "link") == b"code"
     (folder / "file").chmod(0o666)
@@ -123,6 +124,7 @@ def in_child(work):
 
 
 def test_a_lock_of_another_thread_is_free_in_a_child():
+    """Check that a lock held by another thread is free in a forked child."""
     orphaned = []
     lock, second_lock = ForkSafeLock(lambda: orphaned.append(1)), ForkSafeLock()
     acquired, release = threading.Event(), threading.Event()
@@ -150,10 +152,13 @@ def test_a_lock_of_another_thread_is_free_in_a_child():
 
 
 def test_a_lock_of_the_forking_thread_stays_locked():
+    """Check that a lock held by the forking thread stays locked in the child."""
     lock = ForkSafeLock(lambda: os._exit(2))
     acquired = []
 
     def work():
+        """Check in the child that another thread waits for the lock."""
+
         def steal():
             with lock:
                 acquired.append(1)
@@ -171,6 +176,7 @@ def test_a_lock_of_the_forking_thread_stays_locked():
 
 
 def test_the_report_lists_versions_and_settings(monkeypatch, tmp_path):
+    """Check that the report has versions and settings."""
     monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CUTE_KERNELS_BACKEND", "nope")
     pairs = dict(report())

@@ -49,20 +49,21 @@ REFERENCE_NEEDS_ONLY = {
 
 
 def modules():
-    found = {}
+    """Return the files of all modules, by the name of the module."""
+    files = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+            names = path.relative_to(ROOT).with_suffix("").parts
+            files[".".join(names[:-1] if names[-1] == "__init__" else names)] = path
+    return files
 
 
 MODULES = modules()
 
 
 def layer(name):
-    parts = name.split(".")
-    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    names = name.split(".")
+    prefixes = (".".join(names[:n]) for n in range(len(names), 0, -1))
     return next(prefix for prefix in prefixes if prefix in LAYERS)
 
 
@@ -86,13 +87,13 @@ def names_in_strings(nodes):
 
 
 def all_imports(tree, *, with_names=False):
-    """Names of imported modules, also inside functions and for type checkers alone."""
+    """Return the names of imported modules. Imports in functions and for type checkers count."""
     nodes = list(ast.walk(tree))
     return {*imported_names(nodes), *(names_in_strings(nodes) if with_names else ())}
 
 
 def parse(name):
-    """A module's tree; what it imports by place in absolute names."""
+    """Return the syntax tree of a module, with absolute names instead of relative imports."""
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(tree):
@@ -103,32 +104,34 @@ def parse(name):
 
 @pytest.mark.parametrize("name", [*MODULES])
 def test_imports_go_down(name):
-    own = layer(name)
+    source = layer(name)
     for target in all_imports(parse(name), with_names=True):
         if target.split(".")[0] not in PACKAGES:
             continue
-        other = layer(target)
-        assert other == own or LAYERS[other] < LAYERS[own], f"{name} ({own}) imports {target}"
-        if own == "reference":
-            assert other in REFERENCE_NEEDS_ONLY, f"{name} imports {target}"
+        imported = layer(target)
+        assert imported == source or LAYERS[imported] < LAYERS[source], (
+            f"{name} ({source}) imports {target}"
+        )
+        if source == "reference":
+            assert imported in REFERENCE_NEEDS_ONLY, f"{name} imports {target}"
 
 
 def circles(imports):
-    """Sets of modules each of which imports all others of its set, by way of some of them."""
+    """Return the sets of modules that import each other, directly or through others of the set."""
     reached = {}
     for name in imports:
-        pending, seen = [name], set()
+        pending, targets = [name], set()
         while pending:
-            new = set(imports.get(pending.pop(), ())) - seen
-            seen |= new
+            new = set(imports.get(pending.pop(), ())) - targets
+            targets |= new
             pending += new
-        reached[name] = seen
-    found = {
-        frozenset(other for other in reached[name] if name in reached.get(other, ()))
+        reached[name] = targets
+    cycles = {
+        frozenset(target for target in reached[name] if name in reached.get(target, ()))
         for name in imports
         if name in reached[name]
     }
-    return sorted(map(set, found), key=sorted)
+    return sorted(map(set, cycles), key=sorted)
 
 
 def test_circles_are_found():

@@ -13,6 +13,7 @@ def test_stub_is_up_to_date():
 
 
 def test_check_fails_for_an_outdated_stub(tmp_path, monkeypatch, capsys):
+    """Check that ``--check`` fails for an outdated stub."""
     monkeypatch.setattr(stub, "STUB", tmp_path / "__init__.pyi")
     assert stub.main(["--check"]) == 1
     assert "run python -m cute_kernels.ops.stub --write" in capsys.readouterr().err
@@ -27,6 +28,7 @@ def test_stub_declares_every_public_function():
 
 @pytest.mark.parametrize("name", [n for n, cls in stub.op_classes().items() if not cls.written])
 def test_help_shows_signature_and_documentation(name):
+    """Check that ``help`` of an op shows its signature and documentation."""
     function, cls = getattr(ops, name), stub.op_classes()[name]
     signature = inspect.signature(function)
     assert signature.parameters == inspect.signature(cls).parameters

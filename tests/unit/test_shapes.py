@@ -14,6 +14,7 @@ row_counts = st.lists(st.one_of(st.just(0), st.integers(0, 700)), min_size=1, ma
 
 @given(sizes, st.integers(1, 1 << 20))
 def test_round_up_is_the_smallest_multiple_that_is_not_less(a, b):
+    """Check that ``round_up`` returns the smallest multiple that is not less."""
     rounded = shapes.round_up(a, b)
     assert rounded % b == 0
     assert rounded - b < a <= rounded
@@ -51,6 +52,7 @@ def test_uniform_tiles_hold_every_row(rows):
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=8), st.integers(0, 600))
 def test_any_end_rows_stay_inside_the_buffers(offs, rows):
+    """Check that all end rows, even invalid ones, are clamped to the buffers."""
     groups = Groups.ragged(torch.tensor(offs, dtype=torch.int32), rows)
     assert (groups.rows >= 0).all()
     assert int(groups.starts.min()) >= 0 and int((groups.starts + groups.rows).max()) <= rows

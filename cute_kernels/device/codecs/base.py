@@ -46,8 +46,8 @@ class Codec(abc.ABC):
         code_words: Words of codes of a block.
         has_scales: Blocks have scales. Otherwise the encode factor depends only on the global
             scale.
-        table_size: Encode factors that ``encode_factor`` distinguishes; 0 if looking them up in
-            shared memory does not pay.
+        table_size: Number of encode factors that ``encode_factor`` distinguishes. It is 0 if
+            looking them up in shared memory does not pay.
         searches_scale: ``block_scales`` takes the number that ``choose_row``, ``choose_columns`` or
             ``choose_square`` returns, and not the amax of the block.
         global_scale_names: Buffers of the global scale, except the amax; ``global_scale_outputs``

@@ -1,8 +1,9 @@
 """E2M1 codes with stochastic rounding, on sm_90a and sm_100a.
 
 With y = fl(x * enc) and h = y * 2^-14 as fp16, rounded toward zero, the bits of |h| are the code of
-the next smaller number and nine bits of the distance of y from there to the next larger one (see
-``e2m1_sm90``). So with a random number r below 256, the probability of the larger one
+the next smaller number and nine more bits. These nine bits are the distance of y from there to the
+next larger number (see ``e2m1_sm90``). So with a random number r below 256, the probability of the
+larger one
 
   code = (min(|h|, 6 * 2^-14) + 2 r) >> 9        sign apart
 

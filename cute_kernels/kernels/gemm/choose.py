@@ -1,10 +1,10 @@
 """The choice of a tile, and of the kernels that share a product.
 
 The choice starts from the tiles that the configuration can have (``GemmConfig.why_unsupported``)
-and that the architecture prefers (``prefers`` in ``sm90.choose`` and ``sm100.choose``). Of those
-that can compute the problem (``can_implement``) it takes the one that the architecture's model of
-time (``cost_model``) estimates to be fastest. It is deterministic: the
-same sizes give the same tile, and every tile gives the same bits.
+and that the architecture prefers (``prefers`` in ``sm90.choose`` and ``sm100.choose``). Among the
+tiles that can compute the problem (``can_implement``) it takes the one with the shortest time in
+the architecture's ``cost_model``. The choice is deterministic: the same sizes give the same tile,
+and every tile gives the same bits.
 """
 
 import dataclasses

@@ -54,8 +54,9 @@ class RowAddresses(NamedTuple):
         scale_step: Bytes to the scale of the next row, if scales are not in tiles.
         selector: ``prmt`` selector that takes the byte of the lane's block from the words of two
             rows.
-        row_scales: Address of the row's global scale, if each row has one.
-        global_scale: Global scale of the group, if there is one.
+        row_scales: Address of the row's global scale. None if the scale belongs to a group.
+        global_scale: Global scale of the group. None if each row has one, or if the format has
+            none.
         out: Address in the output.
         out_pitch: Elements from one output row to the next.
         num_rows: Rows that exist.

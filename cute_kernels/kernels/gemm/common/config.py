@@ -42,21 +42,21 @@ class GemmConfig(abc.ABC):
         operand: Name of the operand kind of A, see ``OPERANDS``.
         grouping: "m_grouped" or "k_grouped".
         out_dtype: Dtype of the output, or to which it is rounded before it is quantized.
-        row_scaled: The global scale of A is one amax per row instead of one per group.
-        bias_dtype: Dtype of a (G, N) bias, None without one.
-        has_alpha: There is one fp32 factor per group.
-        accumulate: The product is added to the output.
-        transpose_b: B of an m_grouped product is (G, K, N) instead of (G, N, K).
-        zero_tail: Rows of the tail become zeros.
+        row_scaled: True if A has one global scale per row instead of one per group.
+        bias_dtype: Dtype of a (G, N) bias. None means no bias.
+        has_alpha: True if there is one fp32 factor per group.
+        accumulate: True if the product is added to the output.
+        transpose_b: True if B of an m_grouped product is (G, K, N) instead of (G, N, K).
+        zero_tail: True if rows of the tail become zeros.
         tile: Tile that the tensor core works on.
-        b_operand: Name of the operand kind of B, or None if it is the same as that of A.
-        pow2_scales: fp32 block scales of both operands are powers of two.
-        gathered: Rows of A (in a k_grouped product, of B) are read by an index.
+        b_operand: Name of the operand kind of B. None if it is the same as that of A.
+        pow2_scales: True if the fp32 block scales of both operands are powers of two.
+        gathered: True if rows of A (in a k_grouped product, of B) are read by an index.
         activation: Activation of the product. The product is rounded to ``out_dtype`` first.
-        interleaved: Rows of B for the two inputs of a gated activation alternate. Otherwise they
-            are two halves, and a tile has rows of both.
-        stores_preactivation: The input of the activation is stored, too, with columns in the order
-            of the rows of B.
+        interleaved: True if rows of B for the two inputs of a gated activation alternate. Otherwise
+            they are two halves, and a tile has rows of both.
+        stores_preactivation: True if the input of the activation is stored, too. Its columns have
+            the order of the rows of B.
         quantizes_to: Text of the format to which the activation's result, rounded to ``out_dtype``,
             is quantized rowwise. The output is then codes and block scales. The rows of the
             block scales are in slots.

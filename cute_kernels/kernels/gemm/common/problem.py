@@ -85,7 +85,7 @@ class GemmProblem:
         operand: Name of the operand kind of A.
         grouping: "m_grouped" or "k_grouped".
         out_dtype: Dtype of the output.
-        groups: G.
+        groups: Number of groups, G.
         rows: T, the rows of the buffer, or for slots in a k_grouped product the most they can hold.
         n: Columns of the product.
         m: Columns of A in a k_grouped product.

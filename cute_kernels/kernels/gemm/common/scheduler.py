@@ -35,12 +35,13 @@ class WorkTile(NamedTuple):
     """One tile of the output, or the end of the work.
 
     Attributes:
-        group: Group of the tile, -1 at the end. The number of groups stands for the tail.
+        group: Group of the tile. It is -1 at the end of the work. The number of groups stands for
+            the tail.
         m_row: First row of operand M.
         m_sf_row: First row of operand M in the order of the block scales.
         n_row: First row of operand N.
         n_sf_row: First row of operand N in the order of the block scales.
-        k_start: First element of K: that of a slot, or of a row if K is ragged.
+        k_start: First element of K. If K is ragged, it is the first one of the slot or row.
         k_blocks: Number of MMA instructions along K. It is 0 for an empty group and for the tail.
         rows: Rows of the group. In an m_grouped product it counts from the tile's first row, and
             with ``balances_row_tiles`` only to the tile's last.

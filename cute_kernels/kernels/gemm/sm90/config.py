@@ -126,8 +126,9 @@ class Sm90GemmConfig(GemmConfig):
 
     Attributes:
         activations: Dtype of A if it is plain and B is NVFP4. None if both are of one kind.
-        prepacked: The codes of B have the bit order that ``decode`` needs fewer instructions for.
-        split: Sums of operands without block scales are promoted.
+        prepacked: True if the codes of B are prepacked. Their bit order takes ``decode`` fewer
+            instructions.
+        split: True if sums of operands without block scales are promoted.
         row_range: Row tiles that this kernel takes if several kernels share the product. None for
             all.
     """

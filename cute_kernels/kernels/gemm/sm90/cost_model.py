@@ -52,7 +52,7 @@ _QUANTILES = 16
 #: Rows of a group above which there is more than one tile, unless all groups have one size.
 _LARGE_GROUP = 128
 #: Time of FP8 tiles with dynamic scheduling relative to 128 x 256 tiles without it: for groups of
-#: up to one tile on average, and for larger groups. Those take 3 to 8% longer (H200).
+#: up to one tile on average, and for larger groups. Larger groups take 3 to 8% longer (H200).
 _DYNAMIC = (0.95, 1.1)
 
 

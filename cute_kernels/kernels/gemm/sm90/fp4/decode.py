@@ -6,9 +6,9 @@ at most 6 significant bits, and a multiple of 2^-24. In bf16, as ``s 000000ee m0
 the value times 2^-126, and the block scale is multiplied by 2^119 first. The epilogue undoes the
 remaining 2^-14 or 2^-7.
 
-A thread has rows r and r + 8 of a fragment, and four elements of each for one instruction: for lane
-j of a quad elements 2 j, 2 j + 1, 2 j + 8 and 2 j + 9. It reads 32 neighbouring codes of a row at
-once, blocks 2 j and 2 j + 1 of the eight blocks of a chunk of K, and feeds them to eight
+A thread has rows r and r + 8 of a fragment, and four elements of each for one instruction. In lane
+j of a quad these are elements 2 j, 2 j + 1, 2 j + 8 and 2 j + 9. It reads 32 neighbouring codes of
+a row at once, blocks 2 j and 2 j + 1 of the eight blocks of a chunk of K, and feeds them to eight
 instructions. So one instruction gets four elements each of four blocks. Operand N has its elements
 in the same order, that of ``layout.lane_chunks``: the bits of the sum depend on it.
 """
