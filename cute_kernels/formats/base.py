@@ -174,6 +174,8 @@ class Format(Record, abc.ABC):
             delattr(cls, old)
             # ``dataclass`` reads the attribute of each annotation.
             cls.__dict__.get("__annotations__", {}).pop(old, None)
+        if "columnwise" in cls.__dict__:
+            check_choice("columnwise", cls.columnwise, ("transposed", "untransposed"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
