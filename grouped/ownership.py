@@ -233,7 +233,7 @@ class FsdpWatch:
         """Raise unless FSDP2, if it shards the parameter ``name``, may take ``value`` in its place.
 
         Raises:
-            ValueError: ``value`` is no DTensor, so that FSDP2 would drop it.
+            ValueError: ``value`` is not a DTensor, so that FSDP2 would drop it.
             RuntimeError: FSDP2 gathers the parameter, and would drop a DTensor that was
                 assigned before.
         """

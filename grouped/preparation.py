@@ -31,7 +31,7 @@ class Weight(NamedTuple):
         module: Module that has it.
         name: Its name there.
         recipe: Recipe of its products.
-        transposed: The parameter is (G, K, N).
+        transposed: True if the parameter is (G, K, N).
     """
 
     module: nn.Module
@@ -124,7 +124,7 @@ def prepare(
         ``GroupedLinear`` outside of one, and the transformers experts of each layer.
 
     Raises:
-        TypeError: ``fmt`` is no format, or an option has another type.
+        TypeError: ``fmt`` is not a format, or an option has another type.
         ValueError: ``model`` has no experts, or ``fmt`` is None and no recipe quantizes weights. A
             recipe does not multiply by ``fmt``. A weight is quantized in another format, or
             without a requested copy. A weight has an owner (``grouped.ownership``): FSDP2, a
@@ -147,7 +147,7 @@ def prepare(
     layers = list(expert_layers(model))
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no experts: no layers of grouped.nn, nor, once it is "
+            f"{type(model).__name__} has no experts: neither layers of grouped.nn, nor, once it is "
             "imported, of grouped.integrations.transformers"
         )
     targets = [_weights_and_formats(layer, fmt) for layer in layers]
@@ -173,7 +173,7 @@ def _weights_and_formats(layer: list[Weight], fmt: Format | None) -> list[tuple[
 
 
 def is_foreign_experts(module: nn.Module) -> bool:
-    """Return True if a module is experts of transformers, and no wrapper with their attributes."""
+    """Return True for an experts module of transformers, and False for wrappers of one."""
     marks = ("has_gate", "is_transposed")
     has_marks = all(mark in vars(module) or hasattr(type(module), mark) for mark in marks)
     return has_marks and hasattr(module, "down_proj")
@@ -319,7 +319,7 @@ class _Plan:
         quantized = quantize(weight.linear.contiguous(), fmt, columnwise=self._columnwise)
         new = nn.Parameter(quantized, requires_grad=self._trainable)
         for name, value in vars(old).items():
-            setattr(new, name, value)  # Attributes with which frameworks mark parameters.
+            setattr(new, name, value)  # Frameworks mark parameters with attributes.
         if self._ownership.is_shared(old):
             self._shared[id(old)] = (old, new)
         return new

@@ -53,7 +53,7 @@ class _Renderer:
         self.used: list[Record] = []
 
     def _number(self, row: Row, cell: Cell) -> tuple[float, float | None] | None:
-        """Return the number of a cell and half of its spread; None if there is no record."""
+        """Return the number of a cell and half of its spread, or None if there is no record."""
         record = newest(self._records, {**row.conditions, **cell.conditions})
         if record is None:
             return None
@@ -179,7 +179,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write or check the tables; return 1 if ``--check`` finds a difference."""
+    """Write or check the tables and return 1 if ``--check`` finds a difference."""
     text = README.read_text(encoding="utf-8")
     wanted = replace_tables(text, load(RESULTS))
     if arguments.write:

@@ -155,12 +155,12 @@ class Record:
 
     @property
     def tbs(self) -> float | None:
-        """Rate of the least bytes in TB/s; None if the bytes are unknown."""
+        """Rate of the least bytes in TB/s, or None if the bytes are unknown."""
         return self._rate(self.bytes)
 
     @property
     def tflops(self) -> float | None:
-        """Rate of the useful operations in TFLOP/s; None if they are unknown."""
+        """Rate of the useful operations in TFLOP/s, or None if they are unknown."""
         return self._rate(self.flops)
 
     def _rate(self, work: float | None) -> float | None:
@@ -168,7 +168,7 @@ class Record:
         return work / time * 1e-6 if work is not None and time else None
 
     def share(self, ceiling: str) -> float | None:
-        """Return the fraction of a ceiling of the same run; None if it was not measured."""
+        """Return the fraction of a ceiling of the same run, or None if it was not measured."""
         rate = self.tbs if ceiling in ("copy", "read") else self.tflops
         limit = self.ceilings.get(ceiling)
         return None if rate is None or not limit else rate / limit

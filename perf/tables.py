@@ -22,7 +22,7 @@ class Cell:
         show: ``"value"``, ``"flops"``, or ``"copy"`` for the share of that ceiling.
         scale: Factor of the number.
         digits: Digits after the point.
-        unit: Text behind the number.
+        unit: Text after the number.
     """
 
     conditions: Mapping[str, Any]

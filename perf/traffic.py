@@ -200,7 +200,7 @@ def _chances(biases: Sequence[float], top_k: int) -> list[float]:
 
 
 def work_of(fields: Mapping[str, Any]) -> Work | None:
-    """Return the work of a record by its fields; None if it is not a pass of a layer."""
+    """Return the work of a record by its fields, or None if it is not a pass of a layer."""
     suite, case = fields["suite"], fields["case"]
     if suite not in ("layer", "moe") and not (suite == "counts" and "pass" in case):
         return None

@@ -280,7 +280,7 @@ class KernelBuilder:
         self.text.append(" ".join(self.statement.split()))
 
     def finish(self, name: str, param_offset: list[int], param_size: list[int]) -> Kernel:
-        """Resolve labels and the dynamic shared memory; return the kernel."""
+        """Resolve labels and the dynamic shared memory, and return the kernel."""
         self.statement = "ret"
         self.emit("EXIT")
         for index, label, scope in self._branches:

@@ -75,7 +75,7 @@ def store_global(address: Int64, values: Sequence[Uint32]) -> None:
 
 
 def store_global_pair(address: Int64, offset: int, value: Uint64) -> None:
-    """Store two words ``offset`` bytes behind an aligned global address."""
+    """Store two words ``offset`` bytes after an aligned global address."""
     asm_volatile(f"st.global.b64 [$0+{offset}], $1;", [address, value])
 
 

@@ -206,7 +206,7 @@ class Format(Record, abc.ABC):
     @property
     @abc.abstractmethod
     def global_scale(self) -> GlobalScale | None:
-        """Global scale of the rowwise copy; None if the format has none."""
+        """Global scale of the rowwise copy, or None if the format has none."""
 
     @property
     def columnwise_global_scale(self) -> GlobalScale | None:
@@ -215,7 +215,7 @@ class Format(Record, abc.ABC):
         return scale and dataclasses.replace(scale, per="group")
 
     def global_scale_for(self, columnwise: bool) -> GlobalScale | None:
-        """Return the global scale of one direction; None if the format has none."""
+        """Return the global scale of one direction, or None if the format has none."""
         return self._global_scales[1 if columnwise else 0]
 
     @property
@@ -235,7 +235,7 @@ class Format(Record, abc.ABC):
 
     @property
     def decoder_kind(self) -> Literal["nibbles", "bytes"] | None:
-        """Decoder that turns codes into bf16 or fp16 numbers in kernels; None if there is none.
+        """Decoder that turns codes into bf16 or fp16 numbers in kernels, or None if there is none.
 
         ``"nibbles"`` decodes E2M1 codes with E4M3 scales of 16 elements, ``"bytes"`` decodes
         one-byte codes with scales of any kind.

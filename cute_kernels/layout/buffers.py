@@ -33,7 +33,7 @@ class BufferSpec(NamedTuple):
     Attributes:
         shape: Shape.
         dtype: Dtype.
-        pitch: Number of elements from one row to the next; None if contiguous.
+        pitch: Number of elements from one row to the next. None if contiguous.
         zeroed: True if a fresh tensor reads as zeros where the op does not write. Otherwise
             unwritten elements are unspecified (the reference backend gives zeros there, too).
     """

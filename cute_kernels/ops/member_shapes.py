@@ -32,7 +32,7 @@ def check_shapes(shapes: Sequence[tuple[int, int]], capacity: int, multiple: int
         why: Reason for the multiple, for the message.
 
     Raises:
-        ValueError: There is no member, or a member breaks a rule.
+        ValueError: There is no member, or a member is invalid.
     """
     if not shapes:
         raise ValueError("shapes must have at least one member, got none")

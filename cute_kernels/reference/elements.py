@@ -17,7 +17,7 @@ class Elements:
 
     Args:
         x: Plain tensor.
-        activation: Activation to apply; None for none.
+        activation: Activation to apply. None for none.
         rounds_activation: Round the result of the activation to the dtype of ``x``
             (``Format.rounds_activation``).
 

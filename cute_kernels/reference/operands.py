@@ -17,8 +17,8 @@ class Rows(NamedTuple):
 
     Attributes:
         codes: (R, K) codes, packed if they share bytes; or plain values.
-        fmt: Format; None if plain.
-        scales: (R, ceil(K / block)) stored block scales; None if there are none.
+        fmt: Format. None if plain.
+        scales: (R, ceil(K / block)) stored block scales. None if there are none.
     """
 
     codes: Tensor

@@ -81,8 +81,8 @@ def precompile(
         Numbers of compiled and of cached kernels, and the time.
 
     Raises:
-        UnsupportedError: the CuTe DSL is missing, or no ``arch`` is given and there is no GPU.
-        PrecompileError: a kernel did not compile, or, without ``load``, cannot be kept on disk.
+        UnsupportedError: The CuTe DSL is missing, or no ``arch`` is given and there is no GPU.
+        PrecompileError: A kernel did not compile, or, without ``load``, cannot be kept on disk.
     """
     started = time.perf_counter()
     require_dsl()

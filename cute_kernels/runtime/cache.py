@@ -117,7 +117,7 @@ class DiskCache:
 
     @staticmethod
     def _read(folder: int, key: CacheKey) -> dict[str, bytes] | None:
-        """Read and verify the files of an entry; None if there is no valid entry."""
+        """Read and verify the files of an entry, or None if there is no valid entry."""
         meta = json.loads(read_file(folder, f"{key.name}.json"))
         if meta["key"] != key.facts:
             return None

@@ -185,8 +185,8 @@ def _load(
 ) -> Callable[..., object]:
     """Link the object file of a cache entry into this process.
 
-    ``renew`` compiles the kernel again if a file that is read later turns out to be damaged; None
-    for files that were just compiled.
+    ``renew`` compiles the kernel again if a file that is read later turns out to be damaged, or
+    None for files that were just compiled.
     """
     if arch.emulated:
         return load_emulated(files, _symbol(spec), renew)

@@ -55,7 +55,7 @@ def load_emulated(
     launches: ``"ptx"``, and ``"cubin"``, what it gives to the CUDA runtime.
 
     Raises:
-        ValueError: the object file gives another cubin to the CUDA runtime.
+        ValueError: The object file gives another cubin to the CUDA runtime.
         OSError, subprocess.CalledProcessError, AttributeError: the object file is damaged.
     """
     import tvm_ffi
@@ -88,7 +88,7 @@ class EmulatedKernel:
     first called, turns out to be damaged. Without it that is an error.
 
     Attributes:
-        ptx: the PTX of every kernel that it launches.
+        ptx: The PTX of every kernel that it launches.
         cubin: The machine code that the host code passes to the CUDA runtime.
     """
 
@@ -112,8 +112,8 @@ class EmulatedKernel:
         """Run the kernel.
 
         Raises:
-            ValueError: a tensor is not on the CPU.
-            EmulatorError: the kernel did what a GPU would fault on, hang on or get wrong.
+            ValueError: A tensor is not on the CPU.
+            EmulatorError: The kernel did what a GPU would fault on, hang on or get wrong.
         """
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.device.type != "cpu":

@@ -21,7 +21,7 @@ class Launcher:
 
     Attributes:
         num_sms: Number of SMs of the device, the size of a persistent grid.
-        bandwidth: Peak bytes per second of the device's memory; None for an emulated device.
+        bandwidth: Peak bytes per second of the device's memory. None for an emulated device.
         arch: Architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
     """
 

@@ -309,7 +309,7 @@ class _Recorder(TorchDispatchMode):
         return len(self._values) - 1
 
     def recording(self, outputs: Sequence[Any], more: Any) -> Recording | None:
-        """Return the recording of a call with these results; None if it cannot be replayed."""
+        """Return the recording of a call with these results, or None if it cannot be replayed."""
         numbers = [self._number(t) for t in outputs]
         if not self._is_complete:
             return None

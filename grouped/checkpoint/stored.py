@@ -283,7 +283,7 @@ class Stored(NamedTuple):
         return converted
 
     def _global_scale(self, rows: slice | None) -> Tensor | None:
-        """Read the global scale, () or (G,), fp32; None if there is none."""
+        """Read the global scale, () or (G,), fp32, or None if there is none."""
         if len(self.names) < 3:
             return None
         name = self.names[2]

@@ -49,8 +49,8 @@ def delayed_scaling_update(
             processes: ``torch.amp.GradScaler`` skips such a step.
 
     Raises:
-        TypeError: ``fmt`` is no format record and no dtype of one, or a dtype is not fp32.
-        ValueError: A shape, a device, the margin or the algorithm breaks a rule.
+        TypeError: ``fmt`` is not a format record and no dtype of one, or a dtype is not fp32.
+        ValueError: A shape, a device, the margin or the algorithm is invalid.
         RuntimeError: An argument requires a gradient and gradients are enabled.
         cute_kernels.UnsupportedError: The backend does not run the op.
     """

@@ -223,7 +223,7 @@ class BackwardContext(NamedTuple):
     lengths: tuple[int, ...]
 
     def replay_key(self) -> Hashable:
-        """Return the key under which a backward pass is replayed; None if it cannot be.
+        """Return the key under which a backward pass is replayed, or None if it cannot be.
 
         It cannot if it writes tensors other than its results, or if something observes it.
         """

@@ -123,7 +123,7 @@ def _replay_inference(
 
 
 def _layers_key(layers: tuple[Layer, Layer]) -> ReplayKey | None:
-    """Return the replay key of both layers; None if one of them cannot be replayed."""
+    """Return the replay key of both layers, or None if one of them cannot be replayed."""
     gate_up, down = layers[0].replay_key(), layers[1].replay_key()
     if gate_up is None or down is None:
         return None

@@ -80,7 +80,7 @@ def grouped_gemm(
 
     Raises:
         TypeError: ``a`` is quantized and ``b`` is not, or a dtype is not supported.
-        ValueError: A shape, a device or a combination of arguments breaks a rule.
+        ValueError: A shape, a device or a combination of arguments is invalid.
         RuntimeError: An operand lacks the direction that this product reads. Or ``out`` is given
             and an operand or ``out`` requires a gradient, which would be lost.
         NotImplementedError: An operand has a tangent of forward-mode AD.

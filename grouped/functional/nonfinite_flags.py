@@ -24,7 +24,7 @@ def watch(flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: 
         x: (T, K) input.
         weights: The weight (G, N, K), or (N, K) per group.
         y: (T, N) output.
-        offs: (G,) end rows; rows behind the last group are ignored.
+        offs: (G,) end rows. Rows after the last group are ignored.
 
     Returns:
         ``y``.

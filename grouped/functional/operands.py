@@ -90,7 +90,7 @@ class Scaling(NamedTuple):
         scales: (G,) fp32 for each of input, weight and grad_output. A scale of 0 means that the
             group has none yet: it uses the scale of its current amax.
         amaxes: (G,) fp32 for each role, the largest amax of the step so far. Written when the
-            gradients of the call are computed; None if the call does not count.
+            gradients of the call are computed. None if the call does not count.
         may_be_zero: For each role, False if no scale is 0: then no amax is computed first.
     """
 
@@ -133,7 +133,7 @@ class LazyRows(NamedTuple):
         row_index: (R,) int32. Row of ``x`` for each row. None for all rows in order.
         inverse: (T, k) int32, for each row of ``x`` the rows that it becomes. With ``row_index``.
         activation: Text of an activation that is applied to the rows. None if absent.
-        interleaved: The two inputs of a gated activation alternate.
+        interleaved: True if the two inputs of a gated activation alternate.
     """
 
     x: Tensor
@@ -246,7 +246,7 @@ class WgradOperands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Results of a backward pass; None if no gradient needs them.
+    """Results of a backward pass, or None if no gradient needs them.
 
     Attributes:
         dx: (T, K). Gradient of the input.
@@ -266,7 +266,7 @@ class Epilogue(NamedTuple):
 
     Attributes:
         activation: Text of the activation.
-        interleaved: The two inputs of a gated activation alternate.
+        interleaved: True if the two inputs of a gated activation alternate.
         keeps_z: Also return z, the input of the activation.
         quantize_to: Text of the format that the result is quantized to, or None.
     """

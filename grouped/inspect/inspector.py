@@ -85,7 +85,7 @@ class QuantizationInspector:
         roles: Operands to inspect, of ``input``, ``weight`` and ``grad_output``.
 
     Raises:
-        TypeError: ``every`` is no integer, or names are one string.
+        TypeError: ``every`` is not an integer, or names are one string.
         ValueError: There is no such layer or role, or ``every`` is not positive.
         RuntimeError: On entry, if another inspector looks at a layer.
     """
@@ -131,7 +131,7 @@ class QuantizationInspector:
         self._steps = []
 
     def _probe(self, layer: str) -> Probe | None:
-        """Return the probe of a call of a layer; None in a step that is not inspected."""
+        """Return the probe of a call of a layer, or None in a step that is not inspected."""
         if self._number % self._every:
             return None
         if not self._steps or self._steps[-1].number != self._number:
@@ -200,7 +200,7 @@ class QuantizationInspector:
         """Summarize one step over the experts of each layer.
 
         Args:
-            step: Number of the step; None for the last one that was inspected.
+            step: Number of the step. None for the last one that was inspected.
 
         Returns:
             Dicts as in ``records``, with numbers instead of lists; ``snr_db`` is the ratio of all
@@ -239,7 +239,8 @@ class QuantizationInspector:
 
         Args:
             path: The file.
-            run: Name that tells these steps from those of other runs, such as a recipe's.
+            run: Name that distinguishes these steps from those of other runs, such as the recipe's
+                name.
             append: Add to the file, instead of writing a new one.
         """
         records = json.loads(json.dumps(self.records(), allow_nan=False), parse_float=_short)

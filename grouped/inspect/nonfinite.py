@@ -110,7 +110,7 @@ class detect_nonfinite:
 
 
 def flags_of(layer: InspectableLayer, device: torch.device) -> Tensor | None:
-    """Return the flags to set for this call of ``layer``; None if no block is active."""
+    """Return the flags to set for this call of ``layer``, or None if no block is active."""
     if _active is not None and layer._nonfinite is None:
         _active._watch_running(layer, device)
     return layer._nonfinite

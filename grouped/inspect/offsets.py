@@ -36,8 +36,8 @@ class check_offsets:
         y = layer(x, offs)
 
     The rules are those of ``grouped.quantize``: end rows are not negative, do not decrease, and the
-    last one is within the rows of the tensor. If the last one is smaller, the rows behind it are
-    the tail of a capacity buffer.
+    last one is within the rows of the tensor. If the last one is smaller, the rows after it are the
+    tail of a capacity buffer.
 
     Inside a CUDA graph each replay is checked, if the block was entered before the capture on the
     same device. Compiled code is checked when it runs. Calls of all threads count. Each call takes

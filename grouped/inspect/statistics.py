@@ -125,7 +125,7 @@ class Probe:
             x: Values that were quantized: (T, K) with ``offs``, (G, N, K), or (N, K) per group. A
                 GroupedTensor stands for values that are gone.
             quantized: The copies; a plain copy is in ``quantized.rowwise``.
-            fmt: Format of the copies; None if the copy is plain.
+            fmt: Format of the copies. None if the copy is plain.
             offs: (G,) end rows.
 
         Raises:
@@ -234,7 +234,7 @@ def _largest_of_groups(values: Tensor, group_of_row: Tensor, num_groups: int) ->
 
 
 def _row_chunks(x: Tensor | Sequence[Tensor], shape: tuple[int, ...]) -> list[tuple[slice, Tensor]]:
-    """Split the rows into chunks; return the position and the rows of each."""
+    """Split the rows into chunks and return the position and the rows of each."""
     tensors = [x.flatten(0, -2)] if isinstance(x, Tensor) else [t.detach() for t in x]
     step, chunks, start = max(1, _CHUNK_ELEMENTS // shape[-1]), [], 0
     for t in tensors:

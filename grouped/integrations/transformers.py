@@ -73,7 +73,7 @@ def register(**more: Recipe) -> tuple[str, ...]:
         All names that ``experts_implementation`` and ``set_experts_implementation`` now accept.
 
     Raises:
-        TypeError: a value is no recipe.
+        TypeError: A value is not a recipe.
         ValueError: transformers has an implementation of that name, or a recipe uses delayed
             scaling, whose scales transformers' experts cannot hold.
     """

@@ -71,7 +71,7 @@ class DelayedScaling(nn.Module):
             ``grad_output_amax_history`` are alike.
 
     Raises:
-        TypeError: ``recipe`` is no FP8Delayed.
+        TypeError: ``recipe`` is not an FP8Delayed.
         ValueError: ``num_groups`` is not positive.
     """
 
@@ -103,7 +103,7 @@ class DelayedScaling(nn.Module):
         return 0.0 if self.recipe.initial_scale == "current" else 1.0
 
     def scale(self, role: str) -> Tensor:
-        """Return the factors (G,), fp32, of a role before the cast; 0 for a group without one."""
+        """Return the (G,) fp32 factors of a role. A group without a factor has 0."""
         return getattr(self, f"{role}_scale")
 
     def amax_history(self, role: str) -> Tensor:

@@ -204,7 +204,7 @@ class GroupedLinear(InspectableLayer):
 
         Raises:
             TypeError: A dtype is not supported.
-            ValueError: A shape, a device or ``offs`` breaks a rule.
+            ValueError: A shape, a device or ``offs`` is invalid.
             RuntimeError: ``is_first_microbatch=False`` without a cached weight, or the weight
                 changed. Or a layer that trains in eager mode only is traced or transformed.
         """

@@ -306,7 +306,7 @@ def _main_grad(name: str, parameter: Tensor) -> Tensor:
 
     Raises:
         RuntimeError: It is missing.
-        TypeError: It is no plain tensor, or its dtype is not supported.
+        TypeError: It is not a plain tensor, or its dtype is not supported.
         ValueError: It has another shape or device, or is not contiguous.
     """
     shape, dtypes = tuple(parameter.shape), sorted({torch.float32, parameter.dtype}, key=str)
@@ -333,7 +333,7 @@ def _main_grad(name: str, parameter: Tensor) -> Tensor:
 
 
 def _mark_as_added(parameter: Any) -> Tensor:
-    """Tell hooks that the gradient is in ``main_grad``; return zeros for ``.grad``.
+    """Tell hooks that the gradient is in ``main_grad`` and return zeros for ``.grad``.
 
     Code that adds ``.grad`` to ``main_grad`` anyway then adds nothing.
     """

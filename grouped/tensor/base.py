@@ -110,7 +110,7 @@ class GroupedTensorBase(Tensor):
 
     @property
     def offs(self) -> Tensor | None:
-        """(G,) int32 end row of each group, on the device; None when it is not ragged."""
+        """(G,) int32 end row of each group, on the device, or None when it is not ragged."""
         return self._offs
 
     @property
@@ -122,7 +122,7 @@ class GroupedTensorBase(Tensor):
 
     @property
     def member_shapes(self) -> MemberShapes | None:
-        """(m, n) of each group that has a shape of its own, on the host; None for other groups."""
+        """Shapes (m, n) of the groups, on the host. None if the groups have no own shapes."""
         return self._shapes
 
     @property
@@ -163,12 +163,12 @@ class GroupedTensorBase(Tensor):
 
     @property
     def rowwise(self) -> QuantizedCopy | None:
-        """Copy with blocks along K; None if there is none."""
+        """Copy with blocks along K, or None if there is none."""
         return self._copy(columnwise=False)
 
     @property
     def columnwise(self) -> QuantizedCopy | None:
-        """Copy with blocks along the rows of each group; None if there is none."""
+        """Copy with blocks along the rows of each group, or None if there is none."""
         return self._copy(columnwise=True)
 
     def _copy(self, columnwise: bool) -> QuantizedCopy | None:
@@ -177,7 +177,7 @@ class GroupedTensorBase(Tensor):
 
     @property
     def amax(self) -> Tensor | None:  # type: ignore[override]
-        """Amaxes of the rowwise copy, or of the columnwise one; None if the format has none."""
+        """Amaxes of the rowwise copy, or of the columnwise one, or None if the format has none."""
         copy = self.rowwise or self.columnwise
         return getattr(copy, "amax", None)
 
@@ -285,7 +285,7 @@ class GroupedTensorBase(Tensor):
     # ---- memory
 
     def share_memory_(self: T) -> T:
-        """Move the plain tensors to shared memory; return self."""
+        """Move the plain tensors to shared memory and return self."""
         self._apply_inner(Tensor.share_memory_)
         return self
 

@@ -195,11 +195,11 @@ class GroupedTensor(GroupedTensorBase):
     def to_parts(
         self, layout: Layout = "linear", *, global_scale: bool = False
     ) -> dict[str, Tensor]:
-        """Return the rowwise copy as plain tensors by the names of ``from_parts``, which undoes it.
+        """Return the rowwise copy as plain tensors, by the names that ``from_parts`` takes.
 
         ``GroupedTensor.from_parts(q.format, **q.to_parts(layout), layout=layout, dtype=q.dtype)``
-        has the bytes of ``q``; prepacked codes come in the order of the layout contract. Tensors
-        whose layout changes are new, the others are those of this tensor.
+        has the bytes of ``q``. Prepacked codes are unpacked. Tensors whose layout changes are new.
+        The others share the memory of this tensor.
 
         Args:
             layout: Layout of the scales. In ``"linear"`` scales of the tail of a capacity buffer
@@ -213,7 +213,7 @@ class GroupedTensor(GroupedTensorBase):
         copy = self.unpack().rowwise
         if copy is None or self._shapes is not None:
             raise ValueError(
-                f"to_parts is of the rowwise copy of ragged and uniform tensors, got {self!r}"
+                f"to_parts needs the rowwise copy of a ragged or uniform tensor, got {self!r}"
             )
         return split_parts(self.format, self.shape, self._offs, copy, layout, global_scale)
 
@@ -236,7 +236,7 @@ class GroupedTensor(GroupedTensorBase):
         if not isinstance(value, GroupedTensor):
             raise TypeError(
                 f".data of a GroupedTensor must be a GroupedTensor, got {type(value).__name__}; "
-                "copy_() quantizes into the storage that is there, grouped.quantize makes a new one"
+                "copy_() quantizes into the existing storage, grouped.quantize makes a new one"
             )
         if value.shape != self.shape:
             raise ValueError(

@@ -101,7 +101,7 @@ def _slot_rows(
 ) -> tuple[Tensor, int]:
     """Return the slot row of each row, and the number of slot rows.
 
-    Rows of the tail have the row behind all slots.
+    Rows of the tail get the row after all slots.
     """
     groups = Groups.from_shape(shape, offs, device)
     group, end = groups.group_of_row(), groups.num_tiles * TILE_ROWS

@@ -30,7 +30,7 @@ def read_numerics(paths: Iterable[Path]) -> list[dict[str, Any]]:
                 shown = {name: record[name] for name in (*_NAMES, *QUANTITIES)}
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(
-                    f"{path}, line {number}, is no record of numerics: {error}"
+                    f"{path}, line {number}, is not a record of numerics: {error}"
                 ) from error
             records[tuple(record[name] for name in _NAMES)] = shown
     return list(records.values())

@@ -49,7 +49,7 @@ class Step:
 
     Attributes:
         x: Input (T, hidden).
-        dy: Gradient of the output; None without a backward pass.
+        dy: Gradient of the output. None without a backward pass.
         parameters: The tensors of each weight: one (G, N, K), or G of (N, K).
         gather: Makes ``x`` again in each pass.
     """

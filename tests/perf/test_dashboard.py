@@ -168,5 +168,5 @@ def test_numerics_are_read_once_and_only_in_their_form(tmp_path):
     assert {r["run"] for r in matches} == {"a run"} and all(len(r["amax"]) == 2 for r in matches)
     for text in ('{"numerics": 2}', '{"numerics": 1}', "[]", "no JSON"):
         file.write_text(text)
-        with pytest.raises(ValueError, match="line 1, is no record of numerics"):
+        with pytest.raises(ValueError, match="line 1, is not a record of numerics"):
             read_numerics([file])

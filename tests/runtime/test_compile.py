@@ -41,7 +41,7 @@ def traced(monkeypatch):
 
 @pytest.fixture
 def on_disk(traced):
-    """Leave the kernel on disk only; return the counter of traced kernels."""
+    """Leave the kernel on disk only and return the counter of traced kernels."""
     compile_kernel(SPEC, SM90)
     forget_kernels()
     traced()

@@ -92,7 +92,7 @@ class ElementMaker:
 
 
 def element_maker(config: Any) -> ElementMaker | None:
-    """Return what computes the elements of a configuration; None if they are the input's."""
+    """Return what computes the elements of a configuration, or None if they are the input's."""
     if config.prologue is None or config.prologue.activation is None:
         return None
     return ElementMaker(config.prologue, config.dtype, config.arch)

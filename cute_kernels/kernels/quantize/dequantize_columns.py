@@ -25,7 +25,7 @@ LANE_COLS, QUARTER_ROWS, COLUMN_STRIP = 8, 32, 64
 
 
 class QuantizedCopyBuffers(NamedTuple):
-    """Buffers of the copy that is read; None for each one that the format does not have.
+    """Buffers of the copy that is read, or None for each one that the format does not have.
 
     Attributes:
         codes: Codes.

@@ -165,7 +165,7 @@ def _run_two_ops(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner:
 
 
 def run_as_values(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner | None:
-    """Build the runner that quantizes A to values; None if no kernel can do that."""
+    """Build the runner that quantizes A to values, or None if no kernel can do that."""
     multiplies_codes = get_arch(launch.arch).has_block_scaled_mma
     if multiplies_codes or not op.a.numel() or values_config(op, launch) is None:
         return None

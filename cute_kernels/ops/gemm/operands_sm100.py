@@ -50,7 +50,7 @@ def sm100_operand_fields(op: GroupedGemm) -> dict[str, Any]:
 
 
 def sm100_preparation(op: GroupedGemm, config: Sm100GemmConfig, launch: Launcher) -> Prepare | None:
-    """Return a function that prepares the operands of calls like ``op``; None if none is needed."""
+    """Return a function that prepares the operands of calls like ``op``. None if none is needed."""
     transpose = transpose_squares(op, config)
     tiles_config = ScaleTilesConfig.for_gemm(config)
     if tiles_config is None:

@@ -45,7 +45,7 @@ def sm90_operand_fields(op: GroupedGemm) -> dict[str, Any]:
 
 
 def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) -> Prepare | None:
-    """Return a function that prepares the operands of calls like ``op``; None if none is needed."""
+    """Return a function that prepares the operands of calls like ``op``. None if none is needed."""
     if op.quantizes_a:
         return _quantize_values(cast("MGroupedQuantizeGemm", op), launch)
     if config.activations is not None:
@@ -56,7 +56,7 @@ def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) 
 
 
 def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> RowsConfig | None:
-    """Return the configuration of the quantizer of A to values; None if no kernel can do it."""
+    """Return the configuration of the quantizer of A to values, or None if no kernel can do it."""
     quantizer = op.quantizer()
     problem = quantized(quantizer)
     config = choose_rows(quantizer, problem, launch, ValuesConfig, TokenValuesConfig)

@@ -69,7 +69,7 @@ class Sources(NamedTuple):
 
     Attributes:
         m: Elements of operand M. None if they are decoded or gathered.
-        n: Elements of operand N, likewise.
+        n: Elements of operand N, in the same form.
         m_scales: Block scales of operand M, or None. All later fields may be None, too.
         n_scales: Block scales of operand N.
         partial_m_scales: Block scales of operand M of partial tiles with swapped operands.
@@ -97,7 +97,7 @@ class Sources(NamedTuple):
 
 
 class Stores(NamedTuple):
-    """TMA stores of the output, or their atoms or coordinates alone; None where there are none.
+    """TMA stores of the output, or only their atoms or coordinates. Absent ones are None.
 
     Attributes:
         direct: Tiles whose operands are not swapped.
@@ -130,8 +130,8 @@ class ScaleTensors(NamedTuple):
     """fp32 block scales that warps read without TMA.
 
     Attributes:
-        promoted: Scales of operands M and N whose sums are promoted; None without.
-        squares: Scales of squares of operands M and N that are decoded; None without.
+        promoted: Scales of operands M and N whose sums are promoted. None if absent.
+        squares: Scales of squares of operands M and N that are decoded. None if absent.
     """
 
     promoted: tuple[cute.Tensor, cute.Tensor] | None

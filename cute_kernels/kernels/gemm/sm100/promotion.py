@@ -34,7 +34,7 @@ class Promoter:
         config: Configuration of the kernel.
         scales: Scales of operands M and N, (rows or squares, blocks along K, groups) fp32.
         acc: Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE), the sums' last.
-        staged: Shared memory for scales of columns. None without.
+        staged: Shared memory for scales of columns. None if absent.
         cta_row: First row of this CTA in the tile.
         acc_pipeline: Pipeline of the accumulators.
     """
@@ -70,7 +70,7 @@ class Promoter:
         self.m_is_first = self.has_rows and not (config.tile.swap_ab and self.has_columns)
 
     def groups(self, tile: WorkTile) -> tuple[Int32 | None, Int32 | None]:
-        """Return the groups of the scales of operands M and N; None if rows contain them."""
+        """Return the groups of the scales of operands M and N, or None if rows contain them."""
         if self.config.grouping == "k_grouped":
             return None, None
         return (tile.group, None) if self.config.tile.swap_ab else (None, tile.group)
@@ -115,7 +115,7 @@ class Promoter:
 
     @cute.jit
     def run(self, tile: WorkTile, state: pipeline.PipelineState) -> pipeline.PipelineState:
-        """Promote the partial sums of a tile; return the next state."""
+        """Promote the partial sums of a tile and return the next state."""
         k_tiles = tile.k_tiles(self.config)
         block = tile.k_start // self.config.mma_tiler_mnk[2]
         live = Int32(self.columns)

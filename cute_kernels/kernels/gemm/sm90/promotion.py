@@ -47,7 +47,7 @@ class StageScales(NamedTuple):
 
     Attributes:
         m: Scales of its two rows of operand M.
-        n: Scales of operand N's squares; None if columns have scales of their own.
+        n: Scales of operand N's squares. None if columns have scales of their own.
     """
 
     m: tuple[Any, Any]
@@ -64,7 +64,7 @@ class Promoter:
         config: Configuration of the kernel.
         stages: Stages in shared memory.
         squares: Scales of squares of operands M and N, (blocks along rows, blocks along K, groups)
-            fp32; None each without.
+            fp32. None if absent.
         cta: Number of this CTA in the cluster.
     """
 
@@ -166,7 +166,7 @@ class Promoter:
             partial: Partial sums.
             index: Number of the group of ``partial_n`` columns.
             stage: The stage.
-            scales: Scales of the stage; None without.
+            scales: Scales of the stage. None if absent.
             columns: Result of ``first_columns``.
         """
         size, eights = cute.size(partial), self.config.partial_n // 8

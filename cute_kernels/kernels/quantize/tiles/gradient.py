@@ -384,7 +384,7 @@ class GradientQuantizer(AmaxKernels):
     ) -> None:
         """Turn the rows of a stage in place into rows of the gradient and of p a.
 
-        Warps take rows from the counter behind the weights.
+        Warps take rows from the counter that follows the weights.
         """
         config, lane = self.config, cute.arch.lane_idx()
         unit, lane_row = lane % _LANES, lane // _LANES

@@ -107,7 +107,7 @@ class TileQuantizer(ChunkAmaxKernels):
         #: True if a team keeps the encode factors of its group's scales in shared memory.
         self.has_table = config.uses_group_amax and self.codec.table_size > 0
         self.factors_bytes = _FACTORS_BYTES * self.num_global_scales if self.has_table else 0
-        #: Columnwise scale tiles of a slot tile; 0 if scales do not go through shared memory.
+        #: Columnwise scale tiles of a slot tile, or 0 if scales do not go through shared memory.
         self.scale_tiles = 0
         if config.columnwise and config.fmt.has_scale_tiles:
             self.scale_tiles = scale_tiles(TILE_ROWS, self.codec.block)

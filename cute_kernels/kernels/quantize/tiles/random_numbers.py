@@ -20,7 +20,7 @@ class ColumnRandomNumbers:
 
     Attributes:
         seed: Seed of the direction.
-        is_2d: The numbers are those of rows.
+        is_2d: True if the numbers are those of rows.
         origin: Number of the lane's first random block.
         step: Distance to the random block of the next 16 rows of the column, or of the next row.
         column: First column.

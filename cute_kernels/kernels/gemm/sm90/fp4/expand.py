@@ -72,7 +72,7 @@ class ExpandKernel(GridKernel):
         Args:
             codes: (rows, K / 2) uint8.
             scales: (row tiles, K tiles, 512) uint8.
-            offs: (G,) int32 end rows if ragged; None otherwise.
+            offs: (G,) int32 end rows if ragged. None otherwise.
             out: (rows, padded K) fp16, written.
         """
         rows, width = codes.shape
