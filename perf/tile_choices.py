@@ -189,7 +189,7 @@ def _layer(record: Record, meter: Meter) -> tuple[Case, Run]:
     """Return the case and the call of a pass of a layer, or of a mixture of experts."""
     case = record.case
     sizes = ("", case["experts"], case["hidden"], case["intermediate"])
-    is_cached, recompute = "weight kept" in record.contender, "recompute" in record.contender
+    is_cached, recompute = "cached weight" in record.contender, "recompute" in record.contender
     recipe = getattr(grouped.recipes, record.format)()
     work: Callable[..., LayerWork]
     if "top_k" in case:
