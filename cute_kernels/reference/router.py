@@ -1,4 +1,4 @@
-"""Choice of the experts of each token, and their weights, exact to the bit; each row on its own.
+"""Choice of the experts of each token, and their weights, exact to the bit.
 
 All numbers are fp32, and every step is one IEEE operation. Let l be the logits of a token and b the
 selection bias:

@@ -290,7 +290,7 @@ def _multiply_quantized(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """Multiply two quantized operands; the arguments are those of ``grouped_gemm``."""
+    """Multiply two quantized operands. The arguments are those of ``grouped_gemm``."""
     if a.offs is None:
         raise ValueError(f"a must be ragged (made with offs), got {a!r}")
     formats = (a.format.text, b.format.text)

@@ -80,7 +80,7 @@ class OperandProbe(Protocol):
         fmt: Format | None,
         offs: Tensor | None = None,
     ) -> None:
-        """Record the statistics of an operand; see ``grouped.inspect.Probe``."""
+        """Record the statistics of an operand. See ``grouped.inspect.Probe``."""
 
 
 class Scaling(NamedTuple):
@@ -111,7 +111,7 @@ class Scaling(NamedTuple):
 
 
 class OperandScale(NamedTuple):
-    """Scales of one operand, (G,) fp32, and whether some of them may be 0; see ``Scaling``."""
+    """Scales of one operand, (G,) fp32, and whether some of them may be 0. See ``Scaling``."""
 
     value: Tensor
     may_be_zero: bool
@@ -183,12 +183,12 @@ class QuantizedRows(NamedTuple):
 
 
 def materialize(x: Tensor | LazyRows) -> Tensor:
-    """Return ``x`` as a tensor; compute rows that are lazy."""
+    """Return ``x`` as a tensor, and compute its rows if they are lazy."""
     return x.materialize() if isinstance(x, LazyRows) else x
 
 
 class SavedOperands(NamedTuple):
-    """Tensors that a product saves for its backward pass; None or empty if no gradient needs them.
+    """Tensors that a product saves for its backward pass. Unneeded ones are None or empty.
 
     Attributes:
         x: The input that wgrad reads: its columnwise copy, or its values if the recipe is plain.
@@ -262,7 +262,7 @@ class Gradients(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """Activation that a product applies to its result; see ``m_grouped_gemm_activate``.
+    """Activation that a product applies to its result. See ``m_grouped_gemm_activate``.
 
     Attributes:
         activation: Text of the activation.

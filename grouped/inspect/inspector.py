@@ -262,7 +262,7 @@ def aligned(rows: Sequence[Sequence[str]], texts: int = 1) -> list[list[str]]:
 def _matching_layers(
     model: nn.Module, patterns: Sequence[str] | None
 ) -> dict[str, InspectableLayer]:
-    """Return the layers whose names match a pattern; raise for a pattern without a match."""
+    """Return the layers whose names match a pattern. Raise for a pattern without a match."""
     layers = named_layers(model)
     for pattern in patterns or ():
         if not fnmatch.filter(layers, pattern):
