@@ -70,7 +70,7 @@ class Record:
         for name, value in self.resolved.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        # Computed once: a compiler that traces the use of a record would trace the computation.
+        # Compute it once: a compiler that traces the use of a record would trace the computation.
         defaults = _defaults(self) | self.resolved
         values = {name: getattr(self, name) for name in defaults}
         changed = [name for name, default in defaults.items() if values[name] != default]

@@ -107,7 +107,7 @@ class Recipe:
                 raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
         if self.input is not None and self.weight is not None and self.grad_output is not None:
             _check_products(self.input, self.weight, self.grad_output)
-        # Stored: a compiler that traces a layer would otherwise trace how they are made.
+        # Store it: a compiler that traces a layer would otherwise trace how they are made.
         formats = roles
         if self.propagate_nonfinite:
             formats = {name: _with_nan_scales(name, fmt) for name, fmt in roles.items()}

@@ -45,7 +45,7 @@ def _run_of(record: Record) -> tuple[str, str]:
 
 
 class _Renderer:
-    """Renders the rows of one table, and collects the records that it uses."""
+    """Renderer of one table, which collects the records that it uses."""
 
     def __init__(self, table: Table, records: Sequence[Record]) -> None:
         self._table = table
@@ -155,7 +155,7 @@ def render(table: Table, records: Sequence[Record]) -> str:
 
 
 def replace_tables(text: str, records: Sequence[Record]) -> str:
-    """Return the README with its tables written anew.
+    """Return the README with its tables rendered again.
 
     Raises:
         ValueError: Its tables are not those of ``TABLES``.

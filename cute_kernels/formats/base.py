@@ -98,8 +98,8 @@ class GlobalScale:
         per: ``"group"`` for one scale per group, ``"row"`` for one scale per row.
         buffers: Names of the vectors that are stored for it. The first one decodes.
         factor: Multiplier of the first vector when it decodes, rounded to fp32.
-        is_shared: True if both directions read the same vectors; otherwise each direction has
-            vectors of its own.
+        is_shared: True if both directions read the same vectors; otherwise each direction has its
+            own vectors.
     """
 
     per: Literal["group", "row"]
@@ -303,7 +303,7 @@ class Format(Record, abc.ABC):
     def is_transformed(self) -> bool:
         """True if the columnwise copy quantizes a transform of the values along a group's rows.
 
-        The copy then has amaxes of its own, contains whole blocks of a group's rows, and can be
+        The copy then has its own amaxes, contains whole blocks of a group's rows, and can be
         made from bf16 values only. A GEMM that reduces over these rows needs both operands to have
         the same transform.
         """
@@ -317,7 +317,7 @@ class Format(Record, abc.ABC):
         return self._buffer_names[1 if columnwise else 0]
 
     def operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        """Return the buffers of one direction that decode: of the global scale only the first."""
+        """Return the names of the buffers that decoding reads. It reads one of the global scale."""
         return self._operand_names[1 if columnwise else 0]
 
 

@@ -13,7 +13,9 @@ from torch import Tensor
 def pairs(shapes: Sequence[int]) -> list[tuple[int, int]]:
     """Return (m, n) of each member."""
     if len(shapes) % 2:
-        raise ValueError(f"shapes must be m and n of each member in turn, got {len(shapes)} sizes")
+        raise ValueError(
+            f"shapes must be pairs of m and n, one per member, got {len(shapes)} sizes"
+        )
     return list(zip(shapes[::2], shapes[1::2], strict=True))
 
 

@@ -107,7 +107,7 @@ class DiskCache:
         try:
             return self._read(folder, key)
         except PermissionError as error:
-            warn_once(f"a cached kernel in {self.root} is compiled anew: {error}")
+            warn_once(f"a cached kernel in {self.root} is compiled again: {error}")
             return None
         # A malformed file raises any of these; endless nesting raises a RecursionError.
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

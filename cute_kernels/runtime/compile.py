@@ -173,7 +173,7 @@ def _load_entry(
     try:
         return _load(files, spec, arch, lambda: _recompile(cache, key, spec, arch))
     except Exception as error:  # the DSL's loader raises whatever its layers raise
-        warn_once(f"a cached kernel is compiled anew, it does not load: {error!r}")
+        warn_once(f"a cached kernel is compiled again, it does not load: {error!r}")
         return None
 
 

@@ -84,8 +84,8 @@ def load_emulated(
 class EmulatedKernel:
     """A compiled kernel on the emulator: takes CPU tensors and numbers, runs before it returns.
 
-    ``renew`` compiles the kernel anew; called once if the PTX, which is parsed when the kernel is
-    first called, turns out to be damaged. Without it that is an error.
+    ``renew`` compiles the kernel again. It is called once if the PTX turns out to be damaged, which
+    is known when the kernel is first called. Without ``renew`` that is an error.
 
     Attributes:
         ptx: The PTX of every kernel that it launches.
@@ -132,7 +132,7 @@ class EmulatedKernel:
             except Exception as error:  # whatever the parser trips over
                 if self._renew is None:
                     raise
-                warn_once(f"a cached kernel is compiled anew, its PTX does not load: {error!r}")
+                warn_once(f"a cached kernel is compiled again, its PTX does not load: {error!r}")
                 new = self._renew()
                 self._function, self.ptx, self.cubin = new._function, new.ptx, new.cubin
                 self._renew = None

@@ -17,7 +17,7 @@ EMULATED_SMS = 4
 
 
 class Launcher:
-    """Launches kernels of one architecture on one device.
+    """Launcher of the kernels of one architecture on one device.
 
     Attributes:
         num_sms: Number of SMs of the device, the size of a persistent grid.

@@ -86,7 +86,7 @@ PLANS: PlanCache[Any] = PlanCache()
 
 
 def clear_plan_cache() -> None:
-    """Drop all plans, so that the next call decides anew.
+    """Drop all plans, so that the next call makes a new one.
 
     For settings that change which kernel runs but are no argument of an op.
     """

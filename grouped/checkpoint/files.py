@@ -204,7 +204,7 @@ class Reader:
 
 
 class Writer:
-    """Writes tensors to files of at most ``shard_bytes``, and an index of the files.
+    """Writer of tensors to files of at most ``shard_bytes``, with an index of the files.
 
     Tensors stay in memory until a file is full: up to ``shard_bytes`` plus one tensor.
 

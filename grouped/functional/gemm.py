@@ -96,7 +96,7 @@ def grouped_gemm(
         check_is_tensor("out", out)
         if out_dtype not in (None, out.dtype):
             raise ValueError(f"out_dtype is {out_dtype}, but out is {out.dtype}")
-        # Checked here: an op sees codes, and not that the GroupedTensor requires a gradient.
+        # Check here: an op sees codes, and not that the GroupedTensor requires a gradient.
         named = (("a", a), ("b", b), ("bias", bias), ("alpha", alpha), ("out", out))
         refuse_derivatives("grouped_gemm(out=)", named, "leave out= away")
     dtype = out.dtype if out is not None else out_dtype or torch.bfloat16

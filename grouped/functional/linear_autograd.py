@@ -122,7 +122,7 @@ def flatten_rows(x: Tensor, depth: int) -> Tensor:
         )
     rows = x if x.dim() == 2 else x.reshape(-1, depth)
     kind = x.device.type
-    # Not torch.amp.is_autocast_available: torch 2.11 does not trace it.
+    # Torch 2.11 does not trace torch.amp.is_autocast_available.
     if kind != "meta" and torch.is_autocast_enabled(kind):
         rows = rows.to(torch.get_autocast_dtype(kind))
     check_dtype("x", rows.dtype, INPUT_DTYPES)
@@ -219,7 +219,7 @@ class _Linear(torch.autograd.Function):
         # A copy: the scale may be updated in place before the backward pass of this call.
         scale = None if scaling is None else scaling.scales[-1].clone()
         ctx.save_for_backward(offs, scale, *saved.flatten())
-        # Not saved by autograd: other calls write the amaxes of the step in between.
+        # Autograd must not save them: other calls write the amaxes of the step in between.
         ctx.call = LinearCall.from_operands(x, weights[0], bias, recipe, probe, scaling)
         ctx.accumulator, ctx.scaling = accumulator, scaling
         return y
@@ -464,8 +464,9 @@ def _linear_below_autograd(
 def _linear_autograd(
     x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
-    # Not torch.library.register_autograd: torch.func does not go through what it generates. And
-    # the saved tensors depend on the gradients that are needed at run time, not at trace time.
+    # torch.library.register_autograd does not work here: torch.func ignores the functions that it
+    # generates. And the saved tensors depend on the gradients that are needed at run time, not at
+    # trace time.
     recipe = recipe_from_texts(*recipe_and_scaling[:4])
     scaling = scaling_from_arguments(*recipe_and_scaling[4:])
     return _differentiable(x, [weight], bias, offs, recipe, scaling=scaling)

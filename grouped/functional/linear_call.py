@@ -26,7 +26,7 @@ from .operands import (
 
 
 class DelayedScales(Protocol):
-    """State of delayed scaling; implemented by ``grouped.nn.DelayedScaling``."""
+    """State of delayed scaling, as ``grouped.nn.DelayedScaling`` implements it."""
 
     def call_scaling(self, recipe: Recipe, num_groups: int) -> Scaling:
         """Return the scales of a call, and the amaxes that it updates."""

@@ -76,7 +76,7 @@ class _WatchGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, flags: Tensor, offs: Tensor) -> Tensor:
-        # Not saved for backward: other calls set flags in between.
+        # Do not save them for backward: other calls set flags in between.
         ctx.flags = flags
         ctx.save_for_backward(offs)
         return y.view_as(y)

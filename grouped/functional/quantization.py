@@ -48,7 +48,7 @@ def compute_offsets(
         TypeError: A dtype is not supported, or the multiplier is not an integer.
         ValueError: ``splits`` is not one-dimensional, or the multiplier is out of range.
     """
-    # Checked here, too: 2.0 equals 2 and True equals 1, so cached plans of the op accept them.
+    # Check here, too: 2.0 equals 2 and True equals 1, so cached plans of the op accept them.
     if isinstance(multiplier, bool) or not isinstance(multiplier, (int, torch.SymInt)):
         raise TypeError(f"multiplier must be an integer, got {multiplier!r}")
     return ops.compute_offsets(splits, multiplier, dtype)

@@ -71,9 +71,9 @@ class check_offsets:
             self.check()
 
     def check(self) -> None:
-        """Raise ValueError if a call broke a rule; waits for the device.
+        """Wait for the device, and raise ValueError if a call broke a rule.
 
-        A second call starts anew.
+        A second call reports only later calls with ``offs``.
         """
         code = min(map(int, self._codes.values()), default=_NONE)
         for device_code in self._codes.values():

@@ -31,14 +31,14 @@ EAGER_ONLY = (
 
 
 class WgradAccumulator:
-    """Options of a layer for the gradients of its parameters, and the gradients that are pending.
+    """Options of a layer for the gradients of its parameters, and its pending gradients.
 
     Args:
         fuse: True writes the gradients of the weight into ``main_grad``.
         delay: True keeps gradients pending until ``run_oldest``.
 
     Attributes:
-        hooks: Functions that run after pending gradients were computed.
+        hooks: Functions that run after the pending gradients have been computed.
     """
 
     def __init__(self, fuse: bool, delay: bool) -> None:

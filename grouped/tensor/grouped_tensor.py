@@ -167,7 +167,7 @@ class GroupedTensor(GroupedTensorBase):
                 ceil(K / block)), with one scale for every row: scales of 16x16 and 32x32 blocks
                 are repeated. For ``FP8Block((128, 128))`` (G, ceil(N / 128), ceil(K / 128)).
                 Scales of one byte may be uint8. In ``"tiles"`` the buffer ``rowwise.scales``.
-            amax: Amax of NVFP4, which its global scale follows from: (G,) fp32, or (T,) or (G, N)
+            amax: Amax of NVFP4, from which its global scale follows: (G,) fp32, or (T,) or (G, N)
                 if row-scaled. One number for all is accepted, too. Recorded amax of FP8, by default
                 computed from the codes.
             global_scale: Factor of codes times block scales, instead of ``amax``: ModelOpt's

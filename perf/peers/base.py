@@ -84,7 +84,7 @@ class Peer:
         if meter.arch != "sm_100a":
             return "its CuTe DSL kernels are for sm_100a"
         if self.path is None:
-            return f"--path {self.name}=FOLDER names no checkout"
+            return f"pass --path {self.name}=FOLDER with a checkout"
         if not (self.path / self.sources).is_dir():
             return f"{self.path} is not a checkout of {self.name}: it has no {self.sources}"
         return ""

@@ -108,7 +108,7 @@ def test_an_entry_with_invalid_code_is_compiled_again(suffix, content, monkeypat
     monkeypatch.setattr(Scale, "traced", 0)
     x, y = torch.arange(64.0), torch.zeros(64)
     for expected in (
-        pytest.warns(RuntimeWarning, match="a cached kernel is compiled anew"),
+        pytest.warns(RuntimeWarning, match="a cached kernel is compiled again"),
         contextlib.nullcontext(),
     ):
         forget_kernels()

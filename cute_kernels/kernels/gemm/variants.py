@@ -114,7 +114,7 @@ def _experts(cls: type[GemmConfig], kind: OperandKind) -> Iterator[GemmConfig]:
 def _fp8(arch: str) -> Iterator[GemmConfig]:
     """Yield products of FP8 recipes, into bf16 without a bias; gradients of weights also into fp32.
 
-    Other products are compiled when they are first used: each has as many tiles.
+    Other products are compiled when they are first used, since each has as many tiles.
     """
     cls = CONFIGS[arch]
     known = {field.name for field in dataclasses.fields(cls)}

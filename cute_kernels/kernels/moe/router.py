@@ -28,7 +28,7 @@ def _check_score(score: str) -> None:
 
 
 class RouterKernel(GridKernel):
-    """Chooses experts, see the module."""
+    """Kernel that chooses experts. See the module's docstring."""
 
     ctas_per_sm, num_threads = 12, _WARPS * WARP_SIZE
 
@@ -187,7 +187,7 @@ class RouterKernel(GridKernel):
 
 
 class RouterGradientKernel(GridKernel):
-    """Gradient of the logits, see the module."""
+    """Kernel of the gradient of the logits. See the module's docstring."""
 
     ctas_per_sm, num_threads = 12, _WARPS * WARP_SIZE
 

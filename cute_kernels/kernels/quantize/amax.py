@@ -41,7 +41,7 @@ class AmaxKernels:
     Attributes:
         dtype: Data type of the elements.
         arch: Name of the architecture.
-        maker: Computes the elements, or None if they are the input's.
+        maker: Computes the elements. None if they are the input itself.
         keeps_nan: True if the amax of numbers with a NaN is NaN.
         global_scale_writer: Writes global scales in ``initialize_global_scales``.
     """
@@ -266,7 +266,7 @@ class AmaxKernels:
 
 
 class AmaxReducer(AmaxKernels):
-    """Row and group amaxes, see the module."""
+    """Kernel of row and group amaxes. See the module's docstring."""
 
     def __init__(self, config: AmaxConfig):
         self.dtype = config.dtype

@@ -62,7 +62,7 @@ def store_row(address: Int64, numbers: list[Float32], dtype: str) -> None:
 
 
 class ColumnDecoder:
-    """Decodes parts of columnwise slot tiles; ``SlotTile.tile`` counts within its matrix."""
+    """Decoder of parts of columnwise slot tiles. ``SlotTile.tile`` counts within its matrix."""
 
     def __init__(self, config: DequantizeConfig, codec: Codec):
         self.config = config

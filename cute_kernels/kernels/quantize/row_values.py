@@ -22,7 +22,7 @@ from .row_team import Lane
 
 
 class RowValuesQuantizer(RowsQuantizer):
-    """Persistent kernel that quantizes rows to values, see the module."""
+    """Persistent kernel that quantizes rows to values. See the module's docstring."""
 
     def __init__(self, config: ValuesConfig):
         super().__init__(config)

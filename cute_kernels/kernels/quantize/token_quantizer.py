@@ -37,7 +37,7 @@ _DESTINATION_BYTES = 16
 
 
 class TokensQuantizer(RowsQuantizer):
-    """Persistent kernel that quantizes tokens, see the module."""
+    """Persistent kernel that quantizes tokens. See the module's docstring."""
 
     def __init__(self, config: TokensConfig):
         super().__init__(config)

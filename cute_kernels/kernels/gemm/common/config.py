@@ -86,7 +86,7 @@ class GemmConfig(abc.ABC):
     kernel: ClassVar[str]
     #: The tiles that an architecture's kernel is built for.
     tile_shapes: ClassVar[tuple[TileShape, ...]]
-    #: Number of blocks of output that an epilogue stages in turn.
+    #: Number of buffers for the blocks of output that an epilogue stages.
     num_store_stage: ClassVar[int] = 2
     #: Number of tiles that the scheduler is ahead.
     num_sched_stage: ClassVar[int] = 4

@@ -36,7 +36,7 @@ class TileShape:
         m: Rows of operand M.
         n: Rows of operand N.
         num_ctas: CTAs of a cluster, which share a tile or have neighbouring tiles.
-        swap_ab: True if operand M is B and operand N is A, see the module.
+        swap_ab: True if operand M is B and operand N is A, see the module's docstring.
     """
 
     m: int

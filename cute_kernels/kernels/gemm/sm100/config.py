@@ -91,7 +91,7 @@ class DecodedOperand:
         side: "m" or "n".
         kind: Kind of the operand.
         rows: Rows of the operand in a tile.
-        interleaves_halves: True if its rows belong to both halves in turn.
+        interleaves_halves: True if its rows belong to the two halves alternately.
     """
 
     side: str

@@ -82,7 +82,7 @@ class _LaneDecoder:
 
     @cute.jit
     def square(self, tile: WorkTile, index: Int32, count: Int32) -> Float32:
-        """Return the scale of the square in stage ``index`` of a tile's codes; 1 without."""
+        """Return the scale of the square in stage ``index`` of a tile's codes. 1 if absent."""
         scale = Float32(1.0)
         if const_expr(self.squares is not None):
             row, half_offset = self.first_row(tile) + self.row, Int32(0)

@@ -65,7 +65,7 @@ from .warp_schedule import NamedBarrierId, WarpSchedule
 
 
 class Sources(NamedTuple):
-    """TMA sources, or their atoms or coordinates alone, of each tensor that TMA reads.
+    """TMA sources of each tensor that TMA reads, or only their atoms or coordinates.
 
     Attributes:
         m: Elements of operand M. None if they are decoded or gathered.
@@ -139,7 +139,7 @@ class ScaleTensors(NamedTuple):
 
 
 class Sm100Gemm:
-    """Grouped GEMM of one configuration, see the module."""
+    """Grouped GEMM of one configuration. See the module's docstring."""
 
     def __init__(self, config: Sm100GemmConfig):
         self.config = config
@@ -154,10 +154,10 @@ class Sm100Gemm:
     def __call__(self, *args: Any) -> None:
         """Launch the kernel with ``GemmArguments`` and a stream.
 
-        A quantized A is codes (T, K), packed if several share a byte. In a k_grouped product of P
-        slots it is (M, P), or (P, M) for untransposed copies. B is (G, N, >= K), or (G, K, N) with
-        ``transpose_b``, or (N, P) or (P, N). Tiles of block scales are ([G,] row tiles, tiles along
-        K or P, 512) uint8.
+        A quantized A consists of codes (T, K), packed if several share a byte. In a k_grouped
+        product of P slots it is (M, P), or (P, M) for untransposed copies. B is (G, N, >= K), or
+        (G, K, N) with ``transpose_b``, or (N, P) or (P, N). Tiles of block scales are ([G,] row
+        tiles, tiles along K or P, 512) uint8.
 
         Rows of ``a``, ``b`` and ``out`` may have any pitch that is a multiple of 16 bytes.
         """

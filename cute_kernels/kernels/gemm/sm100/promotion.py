@@ -28,7 +28,7 @@ _VECTOR = 4
 
 
 class Promoter:
-    """Promotes the partial sums of the 32 rows of a warp.
+    """Promotion of the partial sums of the 32 rows of a warp.
 
     Args:
         config: Configuration of the kernel.
@@ -89,7 +89,7 @@ class Promoter:
     def square(self, side: int, row: Int32) -> Int32:
         """Return the square of a row of B, operand M (side 0) or N (side 1).
 
-        A tile may have rows of both halves in turn.
+        The rows of a tile may alternate between two halves.
         """
         size = self.config.kind.sf_vec_size
         if not self.config.interleaves_halves:
@@ -99,7 +99,7 @@ class Promoter:
     def column_scales(self, tile: WorkTile, block: Int32) -> list[Float32]:
         """Return this lane's share of the scales of columns in a block of K.
 
-        If all columns share a scale, it is that scale; if they belong to two halves in turn, it is
+        If all columns share a scale, it is that scale; if they alternate between two halves, it is
         both.
         """
         scales, group = self.scales[1], self.groups(tile)[1]

@@ -73,7 +73,7 @@ _SMEM_RESERVED = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Sm90Tile(TileShape):
-    """Tile that a CTA works on at a time; ``m`` and ``n`` are those of one CTA.
+    """Tile that a CTA works on at a time. Its ``m`` and ``n`` are those of one CTA.
 
     Attributes:
         num_ctas: CTAs of a cluster. They have neighbouring tiles along M and the same one along N.

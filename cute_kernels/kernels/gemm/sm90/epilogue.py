@@ -59,7 +59,7 @@ def _store_matrices(address: Int32, words: list[Uint32], transpose: bool) -> Non
 
 
 class PingPong:
-    """Lets two consumer warpgroups through their epilogues in turn, the first one first.
+    """Barriers that let two consumer warpgroups alternate in their epilogues.
 
     From then on they are half an epilogue or more apart: while one stores, the other multiplies.
     """

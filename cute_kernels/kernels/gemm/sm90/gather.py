@@ -40,7 +40,7 @@ class Gathered(NamedTuple):
 
 
 class GatherWarp:
-    """One of the gather warps, which take rows in turn."""
+    """One of the gather warps, which share the rows of a stage."""
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ class Sources(NamedTuple):
 
 
 class Sm90Gemm:
-    """Grouped GEMM of one configuration, see the module."""
+    """Grouped GEMM of one configuration. See the module's docstring."""
 
     def __init__(self, config: Sm90GemmConfig):
         self.config = config

@@ -55,7 +55,7 @@ class StageScales(NamedTuple):
 
 
 class Promoter:
-    """Promotes the partial sums of one warpgroup, 64 rows of operand M by ``partial_n`` columns.
+    """Promotion of one warpgroup's partial sums, 64 rows of operand M by ``partial_n`` columns.
 
     A thread has rows r and r + 8 of the 16 of a warp, and columns 8 j + 2 q and the next one, for
     its number q in a quad.
@@ -88,7 +88,7 @@ class Promoter:
             self.m_rows = stages.m_scales.iterator.toint() + row * 4
         if stages.n_scales is not None:
             self.n_rows = stages.n_scales.iterator.toint() + lane % 4 * 8
-        #: Half of B to which the thread's rows belong, if operand M has them in turn.
+        #: Half of B to which the rows of the thread belong, if operand M alternates between halves.
         self.half = lane // 4 % 2
         self.num_squares = int(self.m_squares is not None)
         if self.n_squares is not None:

@@ -62,7 +62,7 @@ class LaneRows(NamedTuple):
 
 
 class ByteRowConverter:
-    """Converts rows of tiles in shared memory.
+    """Converter of the rows of tiles in shared memory.
 
     A warp has eight rows of each quarter of the tile, several at a time. Eight lanes at a time read
     16-byte chunks that touch all banks: those of ``near`` mates, lanes that share a row, in

@@ -65,7 +65,7 @@ _ROWS = WARP_SIZE // _LANES
 
 
 class GradientQuantizer(AmaxKernels):
-    """Persistent kernel that quantizes gradients, see the module."""
+    """Persistent kernel that quantizes gradients. See the module's docstring."""
 
     def __init__(self, config: GradientConfig):
         self.config, self.dtype, self.arch = config, config.dtype, config.arch

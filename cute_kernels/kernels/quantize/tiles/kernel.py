@@ -78,7 +78,7 @@ _FACTORS_BYTES = 4 * 128
 
 
 class TileQuantizer(ChunkAmaxKernels):
-    """Persistent kernel that quantizes tiles, see the module."""
+    """Persistent kernel that quantizes tiles. See the module's docstring."""
 
     def __init__(self, config: TileConfig):
         self.config = config

@@ -61,7 +61,7 @@ class Tma(NamedTuple):
 
 
 class TileLoader:
-    """Finds tiles and loads them by TMA, see the module."""
+    """Loader that finds tiles and copies them by TMA. See the module's docstring."""
 
     #: Loader warps, and arrivals at the barrier of a tile besides its bytes.
     num_loaders, arrivals = 1, 1

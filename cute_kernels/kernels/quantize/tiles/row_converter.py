@@ -28,7 +28,7 @@ _SECTOR_WORDS = 8
 
 
 class RowConverter:
-    """Converts the rows of tiles in shared memory, ``geometry.unit`` columns at a time.
+    """Converter of the rows of tiles in shared memory, ``geometry.unit`` columns at a time.
 
     On sm_100a a lane has a row of the warp's and stores the codes of a unit's columns, 32 bytes of
     NVFP4, at once. sm_90a stores at most 16 bytes. There two lanes share two rows, each has half of

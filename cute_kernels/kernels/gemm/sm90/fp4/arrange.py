@@ -29,7 +29,7 @@ _VECTOR_BYTES = 16
 
 
 class ArrangeKernel(GridKernel):
-    """The pass of one configuration, see the module."""
+    """The pass of one configuration. See the module's docstring."""
 
     ctas_per_sm, num_threads = 8, WARP_SIZE * _ROWS
 

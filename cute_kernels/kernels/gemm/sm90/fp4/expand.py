@@ -39,7 +39,7 @@ _TWO_TO_14 = 0x74007400
 
 
 class ExpandKernel(GridKernel):
-    """The expand pass of one configuration, see the module."""
+    """The expand pass of one configuration. See the module's docstring."""
 
     ctas_per_sm, num_threads = 8, WARP_SIZE * _ROWS
 
