@@ -23,7 +23,7 @@ EAGER_ONLY = (
 #: Operands of each layer that are inspected.
 _ROLES = ("input", "weight", "grad_output")
 #: Version of the file format.
-_SCHEMA = 1
+_SCHEMA = 2
 _SHARES = ("saturated", "underflow")
 _DIGITS = 6
 
@@ -164,7 +164,7 @@ class QuantizationInspector:
               share of elements that became infinite.
           underflow: Share of the elements that are not zero and became zero.
           amax: Largest magnitude of x. A weight that is quantized already has the amax of its copy.
-          second_level: Global scale, the factor of codes times block scales. A row-scaled copy has
+          global_scale: Global scale, the factor of codes times block scales. A row-scaled copy has
               the largest of the expert's rows.
           nonfinite: Number of elements of x that are NaN or infinite. The statistics above ignore
             them.
@@ -173,7 +173,7 @@ class QuantizationInspector:
 
         An entry is None if it has no meaning. An expert without rows has no shares. A weight that
         is quantized already has no losses, since its original is gone. Some formats have no
-        ``second_level``. The codes of a transformed columnwise copy (``NVFP4(hadamard=True)``)
+        ``global_scale``. The codes of a transformed columnwise copy (``NVFP4(hadamard=True)``)
         belong to no element, so it has neither ``saturated`` nor ``underflow``.
         """
         return [
@@ -233,7 +233,7 @@ class QuantizationInspector:
     def save(self, path: str | Path, *, run: str = "", append: bool = False) -> None:
         """Write ``records`` as JSON lines.
 
-        Each line is a record with ``"numerics": 1``, the version of the file format, and ``run``,
+        Each line is a record with ``"numerics": 2``, the version of the file format, and ``run``,
         so that files may be joined. Floats have six digits. ``python -m perf dashboard`` draws
         them.
 

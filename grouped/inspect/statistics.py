@@ -21,7 +21,7 @@ from ..tensor.grouped_tensor import GroupedTensor
 #: Statistics that add up over the calls of a step.
 SUMS = ("rows", "signal", "noise", "saturated", "underflow", "nonfinite", "nonfinite_copy")
 #: Statistics whose largest value over the calls of a step counts.
-MAXIMA = ("amax", "second_level")
+MAXIMA = ("amax", "global_scale")
 #: Number of elements that are processed together.
 _CHUNK_ELEMENTS = 1 << 24
 
@@ -212,7 +212,7 @@ def _measure(
     level = None if fmt is None else fmt.global_scale_for(columnwise)
     global_scale = torch.zeros_like(amax)
     if level is None or copy.global_scale is None:
-        known.remove("second_level")
+        known.remove("global_scale")
     else:
         vector = copy.global_scale.flatten().double().abs() * level.factor
         per_row = level.per == "row"
