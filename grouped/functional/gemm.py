@@ -265,6 +265,7 @@ def _gemm_w4a16_out(
     accumulate: bool,
     out: Tensor,
 ) -> None:
+    """Multiply plain activations by the decoded values of a GroupedTensor, into ``out``."""
     codes, scales, b_format = w4a16_operand(a, b, transpose_b)
     operands = (a, codes, offs, bias, alpha, transpose_b, out.dtype)
     options = {"b_scales": scales, "b_format": b_format}

@@ -203,7 +203,7 @@ class QuantizationInspector:
             step: Number of the step. None for the last one that was inspected.
 
         Returns:
-            Dicts as in ``records``, with numbers instead of lists; ``snr_db`` is the ratio of all
+            Dicts as in ``records``, with numbers instead of lists. ``snr_db`` is the ratio of all
             signal to all noise. They also have ``worst_snr_db`` and ``worst_expert``, those of the
             expert with the lowest ratio. ``load`` is the number of rows of the busiest expert over
             the mean, ``idle`` the number of experts without rows.
