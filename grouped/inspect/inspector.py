@@ -165,7 +165,7 @@ class QuantizationInspector:
             underflow: Share of the elements that are not zero and became zero.
             amax: Largest magnitude of x. A weight that is quantized already has the amax of its
                 copy.
-            second_level: Global scale, the factor of codes times block scales. A row-scaled copy
+            global_scale: Global scale, the factor of codes times block scales. A row-scaled copy
                 has the largest of the expert's rows.
             nonfinite: Number of elements of x that are NaN or infinite. The statistics above
                 ignore them.

@@ -73,7 +73,7 @@ def register(**more: Recipe) -> tuple[str, ...]:
         All names that ``experts_implementation`` and ``set_experts_implementation`` now accept.
 
     Raises:
-        TypeError: a value is no recipe.
+        TypeError: A value is not a recipe.
         ValueError: transformers has an implementation of that name, or a recipe uses delayed
             scaling, whose scales transformers' experts cannot hold.
     """
@@ -163,7 +163,7 @@ def save_pretrained(
 
 
 def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
-    """Run ``set_experts_implementation``; raise ValueError if it cannot multiply the weights.
+    """Run ``set_experts_implementation``. Raise ValueError if it cannot multiply the weights.
 
     If it raises, the model is unchanged.
     """
