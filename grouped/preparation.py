@@ -197,7 +197,7 @@ def expert_layers(model: nn.Module) -> Iterator[list[Weight]]:
 
 
 def _layer_weight(layer: GroupedLinear) -> Weight:
-    """Return the weight of a layer; raise ValueError if it has one parameter per group."""
+    """Return the weight of a layer. Raise ValueError if it has one parameter per group."""
     if not layer.single_parameter:
         raise ValueError(
             "a layer was made with single_parameter=False: its groups are apart; load its state "
@@ -207,7 +207,7 @@ def _layer_weight(layer: GroupedLinear) -> Weight:
 
 
 def _target_format(weight: Weight, fmt: Format | None) -> Format | None:
-    """Return the format to quantize to, or that the weight has; None to leave it plain."""
+    """Return the format of the quantized weight, or None to leave it plain."""
     default, parameter = weight.recipe.weight, weight.module._parameters.get(weight.name)
     if fmt is None and isinstance(parameter, GroupedTensor):
         return parameter.format
@@ -218,7 +218,7 @@ def _target_format(weight: Weight, fmt: Format | None) -> Format | None:
 
 
 class _Plan:
-    """Replacement of a model's weights: all checks first, then one layer after the other."""
+    """Replacement of a model's weights. All checks precede the first change."""
 
     def __init__(self, model: nn.Module, trainable: bool, columnwise: bool) -> None:
         self._trainable, self._columnwise = trainable, columnwise
@@ -261,7 +261,7 @@ class _Plan:
         """Raise unless a weight that is quantized already has the format and the copies."""
         path = self._path(weight)
         if fmt != quantized.format:
-            raise ValueError(f"{path} is {quantized.format} already, fmt is {fmt}")
+            raise ValueError(f"{path} is already {quantized.format}, but fmt is {fmt}")
         if self._columnwise and quantized.columnwise is None:
             raise ValueError(
                 f"{path} is quantized already, without the columnwise copy that gradients of the "

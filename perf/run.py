@@ -152,7 +152,7 @@ def _measure_or_split(
     run_fields: dict[str, Any],
     report: Report,
 ) -> list[Record]:
-    """Measure contenders that fit into memory together; if one raises, measure each alone."""
+    """Measure contenders that fit into memory together. If one raises, measure each alone."""
     try:
         return _measure_batch(task, batch, meter, run_fields, report)
     except Exception as reason:  # a call that works may still fail under graph capture

@@ -37,7 +37,7 @@ class ElementType:
 
     @property
     def per_byte(self) -> int:
-        """Number of elements in one byte; the element of even index is in the low bits."""
+        """Number of elements in one byte. The element of even index is in the low bits."""
         return 8 // self.bits
 
     @property
@@ -250,7 +250,7 @@ class Format(Record, abc.ABC):
 
     @property
     def has_given_scale(self) -> bool:
-        """True if the caller gives the scale of each group; otherwise it follows from the amax."""
+        """True if the caller gives the scale of each group. Otherwise it follows from the amax."""
         return False
 
     @property
@@ -357,7 +357,7 @@ RECORDS: dict[str, type[Format]] = {}
 
 
 def record(cls: FormatClass) -> FormatClass:
-    """Register a record class, so that ``parse`` can construct it; a class decorator."""
+    """Decorate a record class, so that ``parse`` can construct it."""
     check_choice("columnwise", cls.columnwise, ("transposed", "untransposed"))
     RECORDS[cls.name] = cls
     return cls

@@ -119,7 +119,7 @@ def buffers(
         vector of the global scale has one number per group or per row.
 
         With ``shapes`` every buffer is flat: the members are consecutive, as in
-        ``member_spans``. The capacity does not count.
+        ``member_spans``. Their sizes do not depend on the capacity.
     """
     if shapes is not None:
         spans = member_spans(fmt, shapes, rowwise=rowwise, columnwise=columnwise)

@@ -25,7 +25,7 @@ def adamw_quantize(
     scale: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> None:
-    """Take a step of AdamW on an fp32 master weight, and quantize the result; all in place.
+    """Take a step of AdamW on an fp32 master weight, and quantize the result. All in place.
 
     ``numbers`` are lr, power1, power2, scale and found_inf. power1 and power2 are beta1 and beta2
     to the power of the step. scale divides gradients, and is negative to maximize. found_inf = 1
@@ -120,7 +120,7 @@ def delayed_scaling_update(
     algorithm: str = "max",
     skip_nonfinite: bool = False,
 ) -> None:
-    """Roll the amax history of each slot, and compute its next scale; both in place.
+    """Roll the amax history of each slot, and compute its next scale. Both in place.
 
     A slot is a column of the history: one group of one tensor. For each slot, with fl() one
     rounding to fp32 (TransformerEngine's fused update):

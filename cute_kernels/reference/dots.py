@@ -239,7 +239,7 @@ def _zeros(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _cut_at_one(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Split values into those of at least 1 and the others; each tensor has zeros elsewhere."""
+    """Split values into those of at least 1 and the others. Each tensor has zeros elsewhere."""
     finite = values.nan_to_num(0.0, 0.0, 0.0)
     small = finite.masked_fill(finite.abs() >= 1, 0.0)
     return finite - small, small

@@ -108,7 +108,7 @@ class _Instruction:
     negative_zero: bool = True
 
 
-#: By dtype of the operands, and True if they have block scales.
+#: Rules by (dtype of the operands, True if they have block scales).
 _COMMON = {
     (torch.float16, False): _Instruction(16, fp16=True),
     (torch.bfloat16, False): _Instruction(16),

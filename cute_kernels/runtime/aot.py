@@ -46,7 +46,7 @@ class PrecompileResult:
 
 
 class PrecompileError(RuntimeError):
-    """Some kernels did not compile; the message has each one's error."""
+    """Some kernels did not compile. The message has each one's error."""
 
 
 def declared_specs(arch: Architecture) -> list[KernelSpec]:

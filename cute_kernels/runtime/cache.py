@@ -83,7 +83,7 @@ class CacheKey:
 
 
 class DiskCache:
-    """Entries of compiled code in one folder; see the module's docstring for the format.
+    """Entries of compiled code in one folder. See the module's docstring for the format.
 
     Args:
         root: Folder. It is created when the first entry is written; it may be read-only or missing.
@@ -131,7 +131,7 @@ class DiskCache:
         return files
 
     def store(self, key: CacheKey, files: Mapping[str, bytes]) -> bool:
-        """Write an entry of files by suffix; its JSON file comes last and makes it valid.
+        """Write an entry of files by suffix. Its JSON file comes last and makes it valid.
 
         Returns:
             True if the entry was written. A folder that cannot be written gives one warning, not an

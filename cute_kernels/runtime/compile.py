@@ -75,7 +75,7 @@ def compile_to_disk(spec: KernelSpec, arch: Architecture) -> bool | None:
 
 
 def forget_kernels() -> None:
-    """Drop all compiled kernels from memory; the disk cache does not change."""
+    """Drop all compiled kernels from memory. The disk cache does not change."""
     _kernels.clear()
 
 

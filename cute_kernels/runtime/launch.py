@@ -41,7 +41,7 @@ class Launcher:
         self._emulation = emulation
 
     def kernel(self, spec: KernelSpec) -> Callable[..., object]:
-        """Return the kernel of ``spec``, compiled if needed; it launches on the current stream."""
+        """Return the kernel of ``spec``, compiled if needed. It launches on the current stream."""
         kernel = compile_kernel(spec, self._arch)
         # A kernel with dynamic scheduling takes a counter as its last argument.
         has_counter = getattr(spec, "uses_dynamic_scheduling", False)

@@ -232,7 +232,8 @@ class _Recorder(TorchDispatchMode):
         op, before = cls(*args, **kwargs), self._launches
         with self:
             outputs = op.plan(resolve_backend(self._choice, op.device), self._launcher).compute(op)
-        # Without a launch, the reference computed: kernels do not support the call.
+        # If nothing was launched, the reference computed the result: kernels do not support the
+        # call.
         self._is_complete &= self._launches > before
         return outputs if cls.returns_list else outputs[0]
 

@@ -348,7 +348,7 @@ class Writer:
 
 
 def _claim(folder: Path, token: str) -> None:
-    """Create the claim file of a folder; raise FileExistsError if there is one."""
+    """Create the claim file of a folder. Raise FileExistsError if there is one."""
     text = json.dumps(
         {"pid": os.getpid(), "host": socket.gethostname(), "time": time.ctime(), "token": token}
     )

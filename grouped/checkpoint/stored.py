@@ -271,7 +271,7 @@ class Stored(NamedTuple):
         )
 
     def _exact(self, name: str, t: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert ``t`` to ``dtype``; raise ValueError if that rounds a number."""
+        """Convert ``t`` to ``dtype``. Raise ValueError if that rounds a number."""
         if t.dtype == dtype:
             return t
         converted = t.to(dtype)

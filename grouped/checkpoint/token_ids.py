@@ -47,7 +47,7 @@ def read_ids(path: str | Path, model: str | Path | None = None) -> list[Tensor]:
 
 
 def _sequences(path: Path, row: Any, model: str | Path | None) -> Iterator[Tensor]:
-    """Yield the sequences of a row or of an array; raise ValueError unless they are integers."""
+    """Yield the sequences of a row or of an array. Raise ValueError unless they are integers."""
     if isinstance(row, dict):
         row = row.get(_IDS, row.get(_TEXT))
     if isinstance(row, str):

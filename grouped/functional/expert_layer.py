@@ -55,7 +55,7 @@ ReplayKey: TypeAlias = "tuple[Hashable, list[Tensor | None]]"
 
 
 class Layer(NamedTuple):
-    """One of the two products of a call; see ``grouped.functional.linear_autograd.multiply``.
+    """One of the two products of a call. See ``grouped.functional.linear_autograd.multiply``.
 
     Attributes:
         weights: The weight (G, N, K), or (N, K) per group.

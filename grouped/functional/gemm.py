@@ -265,6 +265,7 @@ def _gemm_w4a16_out(
     accumulate: bool,
     out: Tensor,
 ) -> None:
+    """Multiply plain activations by the decoded values of a GroupedTensor, into ``out``."""
     codes, scales, b_format = w4a16_operand(a, b, transpose_b)
     operands = (a, codes, offs, bias, alpha, transpose_b, out.dtype)
     options = {"b_scales": scales, "b_format": b_format}
@@ -290,7 +291,7 @@ def _multiply_quantized(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """Multiply two quantized operands; the arguments are those of ``grouped_gemm``."""
+    """Multiply two quantized operands. The arguments are those of ``grouped_gemm``."""
     if a.offs is None:
         raise ValueError(f"a must be ragged (made with offs), got {a!r}")
     formats = (a.format.text, b.format.text)

@@ -37,7 +37,7 @@ def watch(flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: 
 def set_forward_flags(
     flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: Tensor
 ) -> None:
-    """Set the flags of one forward pass; the arguments are those of ``watch``."""
+    """Set the flags of one forward pass. The arguments are those of ``watch``."""
     is_live = _live_rows(x, offs)
     weight_flag = torch.stack([_has_nonfinite(w) for w in weights]).any()
     _set(flags, "input", _has_nonfinite_rows(x, is_live))
@@ -72,7 +72,7 @@ def _has_nonfinite(weight: Tensor) -> Tensor:
 
 
 class _WatchGradient(torch.autograd.Function):
-    """The identity; its backward pass sets the flag of the gradient."""
+    """The identity. Its backward pass sets the flag of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, flags: Tensor, offs: Tensor) -> Tensor:

@@ -203,7 +203,7 @@ class QuantizationInspector:
             step: Number of the step. None for the last one that was inspected.
 
         Returns:
-            Dicts as in ``records``, with numbers instead of lists; ``snr_db`` is the ratio of all
+            Dicts as in ``records``, with numbers instead of lists. ``snr_db`` is the ratio of all
             signal to all noise. They also have ``worst_snr_db`` and ``worst_expert``, those of the
             expert with the lowest ratio. ``load`` is the number of rows of the busiest expert over
             the mean, ``idle`` the number of experts without rows.
@@ -262,7 +262,7 @@ def aligned(rows: Sequence[Sequence[str]], texts: int = 1) -> list[list[str]]:
 def _matching_layers(
     model: nn.Module, patterns: Sequence[str] | None
 ) -> dict[str, InspectableLayer]:
-    """Return the layers whose names match a pattern; raise for a pattern without a match."""
+    """Return the layers whose names match a pattern. Raise for a pattern without a match."""
     layers = named_layers(model)
     for pattern in patterns or ():
         if not fnmatch.filter(layers, pattern):

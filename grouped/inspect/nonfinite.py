@@ -21,7 +21,7 @@ class InspectableLayer(nn.Module):
 
 
 def named_layers(model: nn.Module) -> dict[str, InspectableLayer]:
-    """Return the grouped layers of ``model`` by name; raise if there is none."""
+    """Return the grouped layers of ``model`` by name. Raise ValueError if there are none."""
     layers = {
         name or type(layer).__name__: layer
         for name, layer in model.named_modules()
@@ -49,8 +49,8 @@ class detect_nonfinite:
       detector.report()  # {"experts.down": ("input", "output")}
 
     Args:
-        model: Module that holds the layers to watch, and names them. None for all layers that run
-            inside. Compiled calls need it, and are compiled again inside.
+        model: Module that holds the layers to watch, and names them. None watches all layers that
+            run inside. Compiled calls need ``model``, and are compiled again inside.
 
     Raises:
         ValueError: ``model`` holds no grouped layers.

@@ -104,7 +104,7 @@ class check_offsets:
         return code
 
     def _record(self, offs: Tensor, rows: int) -> None:
-        """Record on the device which rule the call broke, if any; the first of all calls stays."""
+        """Record on the device which rule the call broke, if any. The first of all calls stays."""
         with torch.no_grad():
             code, number = self._device_code(offs.device), len(self._calls)
             self._calls.append((_location(), offs.shape[0], rows))

@@ -177,7 +177,7 @@ def _measure(
     offs: Tensor | None,
     columnwise: bool,
 ) -> OperandStatistics:
-    """Measure one copy; the arguments are those of ``Probe.observe``."""
+    """Measure one copy. The arguments are those of ``Probe.observe``."""
     codes = copy.codes
     if isinstance(x, GroupedTensor) and x.prepacked:
         codes = cute_kernels.unpack(codes)

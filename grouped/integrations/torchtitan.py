@@ -134,7 +134,7 @@ def grouped_experts(config: Any, recipe: str | Recipe = "BF16", after: str | Non
 
 
 def _parse_recipe(recipe: Any) -> Recipe:
-    """Return a recipe by itself or by name; raise if torchtitan's experts cannot run it."""
+    """Return a recipe by itself or by name. Raise if torchtitan's experts cannot run it."""
     if isinstance(recipe, str):
         if recipe not in recipes.NAMES:
             raise ValueError(f"recipe must be one of {', '.join(recipes.NAMES)}, got {recipe!r}")

@@ -163,7 +163,7 @@ def save_pretrained(
 
 
 def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
-    """Run ``set_experts_implementation``; raise ValueError if it cannot multiply the weights.
+    """Run ``set_experts_implementation``. Raise ValueError if it cannot multiply the weights.
 
     If it raises, the model is unchanged.
     """

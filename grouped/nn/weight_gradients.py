@@ -75,7 +75,7 @@ class WgradAccumulator:
     def begin_call(
         self, weights: dict[str, Tensor], biases: dict[str, Tensor], overwrite: bool
     ) -> "ParameterGradients":
-        """Return the accumulator of one call; see ``ParameterGradients`` for the arguments."""
+        """Return the accumulator of one call. See ``ParameterGradients`` for the arguments."""
         return ParameterGradients(
             weights, biases, self._fuse, overwrite, self._stored if self._delay else None
         )

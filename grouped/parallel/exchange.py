@@ -299,7 +299,7 @@ def _slots(starts: Tensor, end_rows: Tensor, size: int, free: int) -> Tensor:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Sends tokens to the ranks of their experts; their gradients come back and are summed here."""
+    """Sends tokens to the ranks of their experts. Their gradients come back and are summed here."""
 
     @staticmethod
     def forward(

@@ -537,7 +537,7 @@ def assemble(
     columnwise: bool,
     shapes: MemberShapes | None = None,
 ) -> GroupedTensor:
-    """Make a tensor from the outputs of the quantize op; a compiled graph calls it as one node.
+    """Make a tensor from the outputs of the quantize op. A compiled graph calls it as one node.
 
     It takes the text of the format, since a node cannot take a record that compiled code makes.
     """

@@ -69,7 +69,7 @@ def split_parts(
     layout: Layout,
     global_scale: bool,
 ) -> dict[str, Tensor]:
-    """Undo ``join_parts``; see ``GroupedTensor.to_parts``."""
+    """Undo ``join_parts``. See ``GroupedTensor.to_parts``."""
     check_choice("layout", layout, _LAYOUTS)
     tensors = copy._asdict()
     if fmt.scale is not None and layout == "linear":

@@ -44,7 +44,7 @@ EXPERTS_ONLY = (
 
 @dataclass(frozen=True)
 class MoEShape(LayerShape):
-    """Experts of a mixture; each token goes to ``top_k`` of them."""
+    """Experts of a mixture. Each token goes to ``top_k`` of them."""
 
     top_k: int
 

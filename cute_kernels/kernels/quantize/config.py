@@ -341,7 +341,7 @@ class TileConfig(CopyConfig):
 
     @property
     def num_loaders(self) -> int:
-        """Loader warps; each has stages and teams of its own."""
+        """Loader warps. Each has stages and teams of its own."""
         return 2 if self.gathers_rows and DTYPE_BYTES[self.dtype] == 2 else 1
 
     @property

@@ -207,7 +207,7 @@ class ColumnDecoder:
     def eight_rows(
         self, address: Int64, pitch: Int64, factors: list[list[Float32]]
     ) -> list[list[Float32]]:
-        """Return the numbers of eight untransposed rows; each column has one factor."""
+        """Return the numbers of eight untransposed rows. Each column has one factor."""
         words = self.codec.code_bytes(LANE_COLS) // 4
         packed = [load_global(address + pitch * i, words) for i in range(LANE_COLS)]
         return [

@@ -51,7 +51,7 @@ class FakeBuffers:
         self.lead = (self.groups,) if self.uniform else ()
 
     def x(self, prologue: Prologue | None = None) -> Any:
-        """Return the input, (T, K) or (G, N, K); its width and dtype follow from the prologue."""
+        """Return the input, (T, K) or (G, N, K). Its width and dtype follow from the prologue."""
         if prologue is None:
             return self._plain(self.dtype, self.cols)
         wide = cute.sym_int(divisibility=2 * K_MULTIPLE) if prologue.is_gated else self.cols

@@ -38,7 +38,7 @@ def check_margin(margin: int, fmt: Format) -> None:
 @register_inplace
 @dataclasses.dataclass
 class DelayedScalingUpdate(FormatOp):
-    """Roll the amax history of each slot, and compute its next scale; both in place.
+    """Roll the amax history of each slot, and compute its next scale. Both in place.
 
     A slot is a column of the history: one group of one tensor. For each slot, with fl() one
     rounding to fp32 (TransformerEngine's fused update):

@@ -23,7 +23,7 @@ from ..registration import check_outputs, register_inplace
 @register_inplace
 @dataclasses.dataclass
 class AdamWQuantize(FormatOp):
-    """Take a step of AdamW on an fp32 master weight, and quantize the result; all in place.
+    """Take a step of AdamW on an fp32 master weight, and quantize the result. All in place.
 
     ``numbers`` are lr, power1, power2, scale and found_inf. power1 and power2 are beta1 and beta2
     to the power of the step. scale divides gradients, and is negative to maximize. found_inf = 1

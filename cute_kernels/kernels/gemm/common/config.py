@@ -103,7 +103,7 @@ class GemmConfig(abc.ABC):
             raise ValueError(f"this product cannot have the tile {self.tile}: {reason}")
 
     def field_rules(self) -> Iterator[Rule]:
-        """Yield the rules of all fields; the rules of the tile are apart, see ``tile_rules``."""
+        """Yield the rules of all fields. The rules of the tile are apart, see ``tile_rules``."""
         yield from self._known_names()
         yield from self._operand_rules()
         yield from self._output_rules()
@@ -324,7 +324,7 @@ class GemmConfig(abc.ABC):
 
     @property
     def ragged_k(self) -> bool:
-        """True if K begins and ends at any row; otherwise it starts at a slot or at 0."""
+        """True if K begins and ends at any row. Otherwise it starts at a slot or at 0."""
         return self.grouping == "k_grouped" and not self.kind.has_slots
 
     @property

@@ -178,7 +178,7 @@ class OperandKind:
 
     @property
     def is_wgmma(self) -> bool:
-        """True if instructions of sm_90a multiply the elements; otherwise they are decoded."""
+        """True if instructions of sm_90a multiply the elements. Otherwise they are decoded."""
         return self.element in _WGMMA
 
     @property

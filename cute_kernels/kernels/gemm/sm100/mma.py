@@ -121,7 +121,7 @@ class StageMma:
 
     @cute.jit
     def multiply(self, tile: _StartedTile, stage: Int32, k_tile: Int32, blocks_left: Int32) -> None:
-        """Add a stage, the tile's ``k_tile``-th, with ``blocks_left`` K blocks to go.
+        """Add the product of stage ``k_tile`` of a tile, which has ``blocks_left`` K blocks left.
 
         The first stage overwrites the accumulator.
         """
@@ -167,7 +167,7 @@ class StageMma:
 
 
 class MmaWarp:
-    """The MMA warp; in a pair of CTAs only that of the leading one issues."""
+    """The MMA warp. In a pair of CTAs only the warp of the leading CTA issues instructions."""
 
     def __init__(
         self,

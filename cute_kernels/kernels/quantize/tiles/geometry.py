@@ -47,7 +47,7 @@ class TileGeometry:
 
 
 class TileDescriptor(NamedTuple):
-    """Contents of a stage; the loader writes it and the team reads it.
+    """Contents of a stage. The loader writes it and the team reads it.
 
     Attributes:
         slot_tile: Slot tile.

@@ -145,5 +145,5 @@ class GradientLoader(TileLoader):
 
     @cute.jit
     def announce(self, shared: TileSharedMemory, full: Int32) -> None:
-        """Arrive at the barrier of a stage; each lane arrives for its weights."""
+        """Arrive at the barrier of a stage. Each lane arrives for its weights."""
         cute.arch.mbarrier_arrive(shared.full + full)  # each lane, for its weights

@@ -267,13 +267,13 @@ class TileQuantizer(ChunkAmaxKernels):
         """Run a team: convert its tiles.
 
         Args:
-            x: (T, K) or (G, N, K). Input. Read here only if the team fills its tile.
+            x: (T, K) or (G, N, K). Input. It is read here only if the team fills its tile.
             index: (R,) int32. Rows of x, or None. For AdamW the tensors of the update.
             groups: Groups of the rows.
             cols: Columns of the elements, K.
             row_amax: (T,) fp32. Amax of each row. Optional.
             out: Buffers of the copies.
-            amax: (G,) fp32. Output, or None. Only if the caller gives the scales.
+            amax: (G,) fp32 output if the caller gives the scales, or None.
             marked_scale_inv: (G,) fp32 to set to NaN with an infinite amax. Optional.
             seeds: Random-number seeds of the rowwise and the columnwise copy, or None each.
             warp: Warp in the CTA.

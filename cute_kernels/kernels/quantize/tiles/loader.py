@@ -251,7 +251,7 @@ class TileLoader:
 
     @cute.jit
     def next_barrier(self, full: Int32) -> Int32:
-        """Return the arrival barrier of the next tile; the barriers of each team alternate."""
+        """Return the arrival barrier of the next tile. The barriers of each team alternate."""
         full += 2 * self.num_loaders
         if full >= 2 * self.config.num_teams:
             full = full - 2 * self.config.num_teams ^ 1

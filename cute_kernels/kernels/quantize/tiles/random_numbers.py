@@ -13,7 +13,7 @@ from .geometry import TILE_COLS, TileDescriptor
 
 @dataclasses.dataclass(frozen=True)
 class ColumnRandomNumbers:
-    """Random numbers for a lane's columns; a trace-time object.
+    """Random numbers for a lane's columns, as a trace-time object.
 
     The lane reads rows in swizzled order. Both copies of square blocks have the same codes: they
     use the random numbers of rows.

@@ -61,7 +61,7 @@ class RowConverter:
     def row_global_scale(
         self, row_amax: cute.Tensor, tile: TileDescriptor, row: Int32
     ) -> GlobalScaleRegisters:
-        """Return the global scale of a row; a row that does not exist has that of zeros."""
+        """Return the global scale of a row. A row that does not exist has that of zeros."""
         amax = Float32(0.0)
         if row < tile.num_rows:
             amax = row_amax[tile.first_row + row]
