@@ -1,1 +1,1 @@
-"""Grouped kernels in other libraries' models; each module imports the library that it is for."""
+"""Grouped kernels in other libraries' models. Each module imports the library that it is for."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cute_kernels import capability, ops
+from cute_kernels.arch import ARCHS
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.device import activation_curves
 from cute_kernels.device.codecs.values import ByteValues, NibbleValues, values_of
@@ -14,6 +15,7 @@ from cute_kernels.formats import (
     E2M1,
     E4M3,
     E8M0,
+    NVFP4,
     RECORDS,
     BlockScale,
     ElementType,
@@ -29,9 +31,12 @@ from cute_kernels.formats.activations import (
     formula_of,
     parse_activation,
 )
+from cute_kernels.kernels.gemm import choose
 from cute_kernels.kernels.gemm.common.operand_kinds import OPERANDS
+from cute_kernels.kernels.gemm.variants import CONFIGS
 from cute_kernels.kernels.moe.config import RouterConfig
 from cute_kernels.kernels.moe.router import RouterKernel
+from cute_kernels.ops.gemm import launcher
 from cute_kernels.reference import activations as reference_activations
 from cute_kernels.reference import router as reference_router
 from cute_kernels.reference.conversions import decode, encode, pack
@@ -187,6 +192,14 @@ def test_literals_of_records_are_checked():
         BlockScale(E4M3, 16, "rows")
     with pytest.raises(ValueError, match="per must be group or row, got 'column'"):
         GlobalScale("column", ("amax",))
+    with pytest.raises(ValueError, match="columnwise must be transposed or untransposed, got 'no'"):
+        type("Custom", (NVFP4,), {"columnwise": "no"})
+
+
+def test_every_architecture_has_its_gemm_functions():
+    """A port that misses one of these tables fails here, and not by a silent default."""
+    assert set(launcher._OPERANDS) == set(choose._SPLIT_LAUNCHES) == set(CONFIGS) == set(ARCHS)
+    assert all(hasattr(module, "prefers_activation") for module in choose._PREFERENCES.values())
 
 
 def test_an_unknown_score_is_refused():
