@@ -1,8 +1,9 @@
-"""``perf docs``: write the measured tables of docs/performance.md from the committed records.
+"""``perf docs``: write the measured tables and the chart from the committed records.
 
-Each table lies between ``<!-- perf table: NAME -->`` and ``<!-- end of perf table -->``. A cell
-shows the newest record that matches, or the median of three or more runs of one commit, with half
-of the spread. A line below the table names the runs. ``--check`` fails if the page differs.
+Each table of docs/performance.md lies between ``<!-- perf table: NAME -->`` and
+``<!-- end of perf table -->``. A cell shows the newest record that matches, or the median of three
+or more runs of one commit, with half of the spread. A line below the table names the runs.
+``--check`` fails if the page or the chart differs.
 """
 
 import argparse
@@ -180,18 +181,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Write or check the tables; return 1 if ``--check`` finds a difference."""
-    text = PAGE.read_text(encoding="utf-8")
-    wanted = replace_tables(text, load(RESULTS))
+    from . import chart  # It imports this module.
+
+    text, records = PAGE.read_text(encoding="utf-8"), load(RESULTS)
+    wanted = replace_tables(text, records)
     if arguments.write:
         PAGE.write_text(wanted, encoding="utf-8")
+        if not chart.CHART.exists() or chart.stale(records):
+            chart.draw(records)
         return 0
-    if text == wanted:
+    has_stale_chart = chart.stale(records)
+    if text == wanted and not has_stale_chart:
         return 0
     changed = [
         old["name"]
         for old, new in zip(_BLOCK.finditer(text), _BLOCK.finditer(wanted), strict=True)
         if old["body"] != new["body"]
     ]
-    print(f"the tables {', '.join(changed)} are not those of perf/results")
+    if has_stale_chart:
+        changed.append(chart.CHART.name)
+    print(f"{', '.join(changed)}: not the records of perf/results")
     print("python -m perf docs --write")
     return 1

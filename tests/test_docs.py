@@ -26,6 +26,7 @@ LIBRARIES = {
     "transformers": "transformers",
     "torchtitan": "torchtitan.models.common.moe",
     "checkpoints": "safetensors",
+    "save_and_serve": "safetensors",
 }
 
 

@@ -26,3 +26,7 @@ def test_ci_runs_the_second_command():
         ["grep", "-m1", pattern, "README.md"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert line.stdout.strip() == commands[1]
+
+
+def test_the_first_page_is_short():
+    assert len(README.splitlines()) <= 130

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the page")
     parser.add_argument("--publish", type=Path, metavar="DIR", help="write a static site")
-    parser.add_argument("--badge", type=Path, metavar="FILE", help="write the README's badge")
+    parser.add_argument("--badge", type=Path, metavar="FILE", help="write the badge")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Badge of the README: the speedup over PyTorch, as one line of SVG."""
+"""Badge: the speedup over PyTorch, as one line of SVG."""
 
 import statistics
 from collections.abc import Iterable

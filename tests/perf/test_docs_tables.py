@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from perf import docs
+from perf import chart, docs
 from perf.__main__ import main
-from perf.records import FAILURE
+from perf.records import FAILURE, RESULTS, load
 from perf.tables import Cell, Column, Row, Table
 
 from .test_records import BASE
@@ -30,7 +30,7 @@ def changed(**fields):
     return replace(RECORD, **fields)
 
 
-def test_the_readme_is_up_to_date():
+def test_page_and_chart_are_up_to_date():
     assert main(["docs", "--check"]) == 0
 
 
@@ -46,6 +46,21 @@ def test_a_changed_number_is_found(tmp_path, monkeypatch, capsys):
     assert "gemm-h200" in capsys.readouterr().out
     assert main(["docs", "--write"]) == 0
     assert wrong.read_text() == text
+
+
+def test_a_chart_of_other_numbers_is_found(tmp_path, monkeypatch):
+    """Check that a chart is stale if a record changes, and drawn anew."""
+    pytest.importorskip("matplotlib")
+    records = load(RESULTS)
+    assert not chart.stale(records)
+    slower = [
+        replace(r, value=2 * r.value) if r.suite == "moe" and r.contender == "quack" else r
+        for r in records
+    ]
+    assert chart.stale(slower)
+    monkeypatch.setattr(chart, "CHART", tmp_path / "images" / "chart.svg")
+    chart.draw(slower)
+    assert not chart.stale(slower) and chart.stale(records)
 
 
 def test_a_table_without_markers_is_refused():

@@ -278,15 +278,6 @@ def test_relative_errors():
 def test_contender_filters_that_match_nothing(capsys):
     """Check that a contender or format that nothing has is an error with a suggestion."""
     run = ["run", "gemm", "--backend", "reference", "--quick", "--no-peers", "--filter", "fprop"]
-        "run",
-        "gemm",
-        "--backend",
-        "reference",
-        "--quick",
-        "--no-peers",
-        "--filter",
-        "up.*fprop",
-    ]
     assert main([*run, "--contender", "ourz"]) == 2
     assert "no contender here matches --contender 'ourz': did you mean" in capsys.readouterr().err
     assert main([*run, "--contender", "zzz", "--format", "qqq"]) == 2
