@@ -59,7 +59,7 @@ _KINDS = {
 
 
 def check_kind(kind: type, **values: object) -> None:
-    """Raise TypeError unless all ``values``, by name, are of ``kind``; a bool is not a number."""
+    """Raise TypeError unless all ``values``, by name, are of ``kind``. A bool is not a number."""
     # Dynamo traces this, and cannot trace str.lower: the description is made for an error only.
     cls, description = _KINDS.get(kind, (kind, ""))
     for name, value in values.items():
@@ -69,7 +69,7 @@ def check_kind(kind: type, **values: object) -> None:
 
 
 class Record:
-    """Base class of records, which are frozen dataclasses with a name; it computes their text.
+    """Base class of records, which are frozen dataclasses with a name. It computes their text.
 
     The name is an attribute of the class, or a field if one class has several names.
 
@@ -95,7 +95,7 @@ class Record:
         for name, value in self.resolved.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        # Computed once: a compiler that traces the use of a record would trace the computation.
+        # Compute it once: a compiler that traces the use of a record would trace the computation.
         defaults = _defaults(self) | self.resolved
         values = {name: getattr(self, name) for name in defaults}
         changed = [name for name, default in defaults.items() if values[name] != default]
@@ -171,7 +171,7 @@ def _field_text(name: str, value: object, words: Mapping[str, Any]) -> str:
 
 
 def _field_value(default: Any, text: str, words: Mapping[str, Any]) -> Any:
-    """Return the value of a field's text; raise ValueError if it has none."""
+    """Return the value of a field's text. Raise ValueError if it has none."""
     choices: Mapping[str, Any] = {}
     if isinstance(default, bool):
         choices = {"true": True, "false": False}

@@ -93,7 +93,7 @@ class _Checked:
 
     Attributes:
         contender: The contender.
-        run: Its prepared call; None if it was dropped because memory is limited.
+        run: Its prepared call. None if it was dropped because memory is limited.
         error: Relative error of its result.
         memory: Bytes that it takes.
     """
@@ -160,7 +160,7 @@ def _measure_or_split(
     run_fields: dict[str, Any],
     report: Report,
 ) -> list[Record]:
-    """Measure contenders that fit into memory together; if one raises, measure each alone."""
+    """Measure contenders that fit into memory together. If one raises, measure each alone."""
     try:
         return _measure_batch(task, batch, meter, run_fields, report)
     except Exception as reason:  # a call that works may still fail under graph capture
@@ -234,7 +234,7 @@ def _record(
 
 
 def _check(task: Task, contender: Contender, meter: Meter, report: Report) -> _Checked | None:
-    """Call a contender once and check its result; return None if it is not to be measured."""
+    """Call a contender once and check its result. Return None if it is not to be measured."""
     try:
         with meter.peak_memory() as memory:
             run = contender.prepare()
@@ -384,7 +384,7 @@ def _list_tasks(suites: Iterable[str], options: Options, selection: Selection) -
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run suites; return 1 if a contender of this package was wrong or failed."""
+    """Run suites and return 1 if a contender of this package was wrong or failed."""
     options = parse_options(arguments)
     selection = Selection(arguments.filter, arguments.contender, arguments.format)
     if arguments.list:
@@ -426,7 +426,7 @@ def _nothing_accepted(selection: Selection, rejected: Iterable[str]) -> str:
 
 
 def print_report(report: Report) -> int:
-    """Print a report to standard error; return 1 if it is bad."""
+    """Print a report to standard error and return 1 if it is bad."""
     with contextlib.suppress(BrokenPipeError):
         for title, lines in (
             ("not here", report.unsupported),

@@ -53,7 +53,7 @@ class Backend:
     Attributes:
         name: One of ``BACKENDS``.
         arch: Architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
-        tensor_core: Architecture whose accumulation the GEMMs of a reference backend emulate; None
+        tensor_core: Architecture whose accumulation the GEMMs of a reference backend emulate. None
             for the order of ``cute_kernels.reference.gemm``.
         emulation: Options of the emulator, by name.
     """

@@ -48,14 +48,14 @@ def inspect_quantization(
 class QuantizationInspector:
     """Records the quantization loss of the operands of a model's grouped layers.
 
-      inspector = grouped.inspect.inspect_quantization(model, every=10)
-      with inspector:
-        for batch in batches:
-          loss(model(batch)).backward()
-          optimizer.step()
-          inspector.step()
-      print(inspector.table())
-      inspector.save("numerics.jsonl", run="NVFP4")
+        inspector = grouped.inspect.inspect_quantization(model, every=10)
+        with inspector:
+          for batch in batches:
+            loss(model(batch)).backward()
+            optimizer.step()
+            inspector.step()
+        print(inspector.table())
+        inspector.save("numerics.jsonl", run="NVFP4")
 
     It inspects the copies that the products multiply, with the recipe, the scales and the random
     bits of the call. Each copy is decoded and compared with the values that it was made from.
@@ -144,32 +144,33 @@ class QuantizationInspector:
         Each record is a dict that JSON can store. It has lists with one entry per expert, and these
         entries:
 
-          step: Number of the step, from 0.
-          layer: Name of the layer in the model.
-          role: ``"input"``, ``"weight"`` or ``"grad_output"``.
-          direction: ``"rowwise"`` or ``"columnwise"``. Fprop reads rowwise copies of input and
-              weight, and dgrad of the gradient. Wgrad reads columnwise copies of input and
-              gradient, and dgrad of the weight.
-          format: Text of the format. A plain copy has ``"bfloat16"`` or ``"float16"``.
-          columns: Elements of a row.
+            step: Number of the step, from 0.
+            layer: Name of the layer in the model.
+            role: ``"input"``, ``"weight"`` or ``"grad_output"``.
+            direction: ``"rowwise"`` or ``"columnwise"``. Fprop reads rowwise copies of input and
+                weight, and dgrad of the gradient. Wgrad reads columnwise copies of input and
+                gradient, and dgrad of the weight.
+            format: Text of the format. A plain copy has ``"bfloat16"`` or ``"float16"``.
+            columns: Elements of a row.
 
         The lists:
 
-          rows: Number of the expert's tokens, its load. A weight has N.
-          snr_db: ``10 log10(signal / noise)``. None if nothing is lost, or there are no rows.
-          signal: Sum of x^2. Here x are the values that were quantized.
-          noise: Sum of (x - copy)^2.
-          saturated: Share of the elements that exceed the largest number of their scales by more
-              than half a step, so that they lose more than by rounding. In a plain copy it is the
-              share of elements that became infinite.
-          underflow: Share of the elements that are not zero and became zero.
-          amax: Largest magnitude of x. A weight that is quantized already has the amax of its copy.
-          second_level: Global scale, the factor of codes times block scales. A row-scaled copy has
-              the largest of the expert's rows.
-          nonfinite: Number of elements of x that are NaN or infinite. The statistics above ignore
-            them.
-          nonfinite_copy: Number of such elements of the copy. ``snr_db``, ``signal`` and ``noise``
-            ignore them.
+            rows: Number of the expert's tokens, its load. A weight has N.
+            snr_db: ``10 log10(signal / noise)``. None if nothing is lost, or there are no rows.
+            signal: Sum of x^2. Here x are the values that were quantized.
+            noise: Sum of (x - copy)^2.
+            saturated: Share of the elements that exceed the largest number of their scales by more
+                than half a step, so that they lose more than by rounding. In a plain copy it is the
+                share of elements that became infinite.
+            underflow: Share of the elements that are not zero and became zero.
+            amax: Largest magnitude of x. A weight that is quantized already has the amax of its
+                copy.
+            global_scale: Global scale, the factor of codes times block scales. A row-scaled copy
+                has the largest of the expert's rows.
+            nonfinite: Number of elements of x that are NaN or infinite. The statistics above
+                ignore them.
+            nonfinite_copy: Number of such elements of the copy. ``snr_db``, ``signal`` and
+                ``noise`` ignore them.
 
         An entry is None if it has no meaning. An expert without rows has no shares. A weight that
         is quantized already has no losses, since its original is gone. Some formats have no

@@ -1,4 +1,4 @@
-"""Grouped kernels in other libraries' models; each module imports the library that it is for."""
+"""Grouped kernels in other libraries' models. Each module imports the library that it is for."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
 """Experts of torchtitan (0.3) in the recipes of ``grouped``.
 
-  converters = [GroupedExpertsConverter.Config(recipe="FP8Block", skip=("layers.0.",))]
+    converters = [GroupedExpertsConverter.Config(recipe="FP8Block", skip=("layers.0.",))]
 
 Groups need no padding, so the token dispatcher stays as it is.
 """
@@ -41,7 +41,7 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
     ``grouped_experts`` instead of this converter if there are such overrides.
 
     Raises:
-        ValueError: the recipe's name is unknown, it uses delayed scaling, a number of skipped
+        ValueError: The recipe's name is unknown, it uses delayed scaling, a number of skipped
             layers is negative, or no experts are left to convert.
     """
 
@@ -104,7 +104,7 @@ def grouped_experts(config: Any, recipe: str | Recipe = "BF16", after: str | Non
 
     This is an override of torchtitan. Its command line option is:
 
-      --override.imports 'grouped.integrations.torchtitan.grouped_experts={"recipe": "FP8Block"}'
+        --override.imports 'grouped.integrations.torchtitan.grouped_experts={"recipe": "FP8Block"}'
 
     Args:
         config: The configuration of experts.
@@ -113,7 +113,7 @@ def grouped_experts(config: Any, recipe: str | Recipe = "BF16", after: str | Non
             allows one override per node.
 
     Raises:
-        ValueError: the recipe is unknown or uses delayed scaling, or ``after`` names no override or
+        ValueError: The recipe is unknown or uses delayed scaling, or ``after`` names no override or
             does not change the experts.
     """
     if after is not None:
@@ -135,7 +135,7 @@ def grouped_experts(config: Any, recipe: str | Recipe = "BF16", after: str | Non
 
 
 def _parse_recipe(recipe: Any) -> Recipe:
-    """Return a recipe by itself or by name; raise if torchtitan's experts cannot run it."""
+    """Return a recipe by itself or by name. Raise if torchtitan's experts cannot run it."""
     if isinstance(recipe, str):
         if recipe not in recipes.NAMES:
             raise ValueError(

@@ -1,11 +1,11 @@
 """Experts of Hugging Face transformers (5.x) on grouped kernels.
 
-  from grouped.integrations.transformers import prepare, register
+    from grouped.integrations.transformers import prepare, register
 
-  register()
-  model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="grouped_bf16")
-  model.set_experts_implementation("grouped_fp8_block")  # trains in this recipe
-  prepare(model.eval())  # for serving: quantizes the weights once
+    register()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="grouped_bf16")
+    model.set_experts_implementation("grouped_fp8_block")  # trains in this recipe
+    prepare(model.eval())  # for serving: quantizes the weights once
 
 This works with every model that uses transformers' experts interface. Weights may be transposed,
 layers may have biases, other gates (interleaved, clamped) or no gate, and ids may contain the
@@ -74,7 +74,7 @@ def register(**more: Recipe) -> tuple[str, ...]:
         All names that ``experts_implementation`` and ``set_experts_implementation`` now accept.
 
     Raises:
-        TypeError: a value is no recipe.
+        TypeError: A value is not a recipe.
         ValueError: transformers has an implementation of that name, or a recipe uses delayed
             scaling, whose scales transformers' experts cannot hold.
     """
@@ -164,7 +164,7 @@ def save_pretrained(
 
 
 def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
-    """Run ``set_experts_implementation``; raise ValueError if it cannot multiply the weights.
+    """Run ``set_experts_implementation``. Raise ValueError if it cannot multiply the weights.
 
     If it raises, the model is unchanged.
     """

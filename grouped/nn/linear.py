@@ -208,7 +208,7 @@ class GroupedLinear(InspectableLayer):
 
         Raises:
             TypeError: A dtype is not supported.
-            ValueError: A shape, a device or ``offs`` breaks a rule.
+            ValueError: A shape, a device or ``offs`` is invalid.
             RuntimeError: ``is_first_microbatch=False`` without a cached weight, or the weight
                 changed. Or a layer that trains in eager mode only is traced or transformed.
         """
@@ -411,7 +411,7 @@ class GroupedLinear(InspectableLayer):
     def _weight_of_first_microbatch(
         self, cache_inputs: list[Tensor], needs_dx: bool
     ) -> QuantizedOperand:
-        """Return the weight that the first microbatch cached; raise RuntimeError if it is stale."""
+        """Return the weight that the first microbatch cached. Raise RuntimeError if it is stale."""
         cached = self._cached_weight
         if cached is None:
             raise RuntimeError(

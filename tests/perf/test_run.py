@@ -220,7 +220,7 @@ def test_mixtures_on_the_reference(case):
         assert not report.failed and not report.wrong
         saved_records = {
             (f"ours{how}", name)
-            for how in ("", ", weight kept")
+            for how in ("", ", cached weight")
             for name in ("FP8Block", "NVFP4RowScaled")
         }
         assert {(r.contender, r.format) for r in records} >= {
