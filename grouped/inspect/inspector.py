@@ -23,7 +23,7 @@ EAGER_ONLY = (
 #: Operands of each layer that are inspected.
 _ROLES = ("input", "weight", "grad_output")
 #: Version of the file format.
-_SCHEMA = 1
+_SCHEMA = 2
 _SHARES = ("saturated", "underflow")
 _DIGITS = 6
 
@@ -85,7 +85,7 @@ class QuantizationInspector:
         roles: Operands to inspect, of ``input``, ``weight`` and ``grad_output``.
 
     Raises:
-        TypeError: ``every`` is no integer, or names are one string.
+        TypeError: ``every`` is not an integer, or names are one string.
         ValueError: There is no such layer or role, or ``every`` is not positive.
         RuntimeError: On entry, if another inspector looks at a layer.
     """
@@ -131,7 +131,7 @@ class QuantizationInspector:
         self._steps = []
 
     def _probe(self, layer: str) -> Probe | None:
-        """Return the probe of a call of a layer; None in a step that is not inspected."""
+        """Return the probe of a call of a layer, or None in a step that is not inspected."""
         if self._number % self._every:
             return None
         if not self._steps or self._steps[-1].number != self._number:
@@ -174,7 +174,7 @@ class QuantizationInspector:
 
         An entry is None if it has no meaning. An expert without rows has no shares. A weight that
         is quantized already has no losses, since its original is gone. Some formats have no
-        ``second_level``. The codes of a transformed columnwise copy (``NVFP4(hadamard=True)``)
+        ``global_scale``. The codes of a transformed columnwise copy (``NVFP4(hadamard=True)``)
         belong to no element, so it has neither ``saturated`` nor ``underflow``.
         """
         return [
@@ -201,10 +201,10 @@ class QuantizationInspector:
         """Summarize one step over the experts of each layer.
 
         Args:
-            step: Number of the step; None for the last one that was inspected.
+            step: Number of the step. None for the last one that was inspected.
 
         Returns:
-            Dicts as in ``records``, with numbers instead of lists; ``snr_db`` is the ratio of all
+            Dicts as in ``records``, with numbers instead of lists. ``snr_db`` is the ratio of all
             signal to all noise. They also have ``worst_snr_db`` and ``worst_expert``, those of the
             expert with the lowest ratio. ``load`` is the number of rows of the busiest expert over
             the mean, ``idle`` the number of experts without rows.
@@ -234,13 +234,14 @@ class QuantizationInspector:
     def save(self, path: str | Path, *, run: str = "", append: bool = False) -> None:
         """Write ``records`` as JSON lines.
 
-        Each line is a record with ``"numerics": 1``, the version of the file format, and ``run``,
+        Each line is a record with ``"numerics": 2``, the version of the file format, and ``run``,
         so that files may be joined. Floats have six digits. ``python -m perf dashboard`` draws
         them.
 
         Args:
             path: The file.
-            run: Name that tells these steps from those of other runs, such as a recipe's.
+            run: Name that distinguishes these steps from those of other runs, such as the recipe's
+                name.
             append: Add to the file, instead of writing a new one.
         """
         records = json.loads(json.dumps(self.records(), allow_nan=False), parse_float=_short)
@@ -262,7 +263,7 @@ def aligned(rows: Sequence[Sequence[str]], texts: int = 1) -> list[list[str]]:
 def _matching_layers(
     model: nn.Module, patterns: Sequence[str] | None
 ) -> dict[str, InspectableLayer]:
-    """Return the layers whose names match a pattern; raise for a pattern without a match."""
+    """Return the layers whose names match a pattern. Raise for a pattern without a match."""
     layers = named_layers(model)
     for pattern in patterns or ():
         if not fnmatch.filter(layers, pattern):
