@@ -186,22 +186,22 @@ class GroupedGemm(Op):
 
     @property
     def index(self) -> Tensor | None:
-        """Row index of an operand, (T,) int32; None if rows are read in their order."""
+        """Row index of an operand, (T,) int32, or None if rows are read in their order."""
         return None if self.quantizes_a else self.rows
 
     @property
     def a_record(self) -> Format | None:
-        """Format of A; None if A is plain."""
+        """Format of A, or None if A is plain."""
         return parse_given(self.a_format)
 
     @property
     def b_record(self) -> Format | None:
-        """Format of B; None if B is plain."""
+        """Format of B, or None if B is plain."""
         return parse_given(self.b_format)
 
     @property
     def result_record(self) -> Format | None:
-        """Format to which the result is quantized; None if it is not quantized."""
+        """Format to which the result is quantized, or None if it is not quantized."""
         return None
 
     @property
@@ -271,7 +271,9 @@ class GroupedGemm(Op):
         for side in self.quantized_sides:
             text, scales = getattr(self, f"{side}_format"), getattr(self, f"{side}_scales")
             if (text is None) != (scales is None):
-                raise ValueError(f"{side}_scales and {side}_format go together: give both or none")
+                raise ValueError(
+                    f"{side}_scales and {side}_format go together: pass both or neither"
+                )
         a, b = self.a_record, self.b_record
         if a is not None and b is None:
             raise ValueError(f"b must be quantized if a is, got a_format={self.a_format!r} alone")
@@ -334,7 +336,7 @@ class MGrouped(GroupedGemm):
         """Check the operands, their scales and the vectors.
 
         Raises:
-            ValueError: An argument breaks a rule.
+            ValueError: An argument is invalid.
             TypeError: An argument has the wrong type.
         """
         check_tensor("a", self.a, ndim=(2,))
@@ -446,11 +448,11 @@ class MGroupedGemm(MGrouped):
             which have no dtype to follow.
         a_scales: The other tensors of the copy of ``a`` (``Format.operand_names``), such as its
             block scales and global scale. None if ``a`` is plain.
-        b_scales: The other tensors of the copy of ``b``, likewise.
+        b_scales: The other tensors of the copy of ``b``, as for ``a``.
         a_format: Text of the format of ``a``. None if it is plain.
         b_format: Text of the format of ``b``. None if it is plain.
-        prepacked: ``b`` has the bit order of ``cute_kernels.prepack``. Kernels for sm_90a and the
-            reference support that.
+        prepacked: True if ``b`` has the bit order of ``cute_kernels.prepack``. Kernels for sm_90a
+            and the reference support that.
         accumulation: How a tensor core adds products of operands without block scales (FP8). "fast"
             adds all of K in one accumulator. "split" uses a fresh accumulator every 128 of K, and
             adds each to an fp32 sum. The default is "fast" for fprop and "split" for dgrad. The
@@ -584,7 +586,7 @@ class KGroupedGemm(GroupedGemm):
 
     @property
     def num_rows(self) -> int:
-        """T; for slots the most rows that they can hold, since the shapes do not tell T itself."""
+        """Number of rows, T. For slots, whose shapes do not determine T, it is their capacity."""
         if self.a_format is None:
             return self.a.shape[0]
         return most_rows(self._slots() // TILE_ROWS, self.offs.shape[0])
