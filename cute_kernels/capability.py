@@ -12,7 +12,7 @@ import torch
 
 from .arch import ARCHS
 from .formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, RECORDS, Format, FP8Block
-from .records import UnsupportedError
+from .records import UnsupportedError, did_you_mean
 
 ARCHITECTURES = ("reference", *ARCHS)
 #: Names of ops. The format of plain bf16, fp16 or fp32 operands is None.
@@ -165,9 +165,12 @@ def support(
         TypeError: ``fmt`` is not a format.
     """
     if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}" + did_you_mean(op, OPS))
     if arch not in (*ARCHITECTURES, *_TENSOR_CORE_BACKENDS):
-        raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
+        raise ValueError(
+            f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}"
+            + did_you_mean(arch, (*ARCHITECTURES, *_TENSOR_CORE_BACKENDS))
+        )
     if isinstance(fmt, type):
         fmt = fmt()
     if not (fmt is None or isinstance(fmt, Format)):

@@ -6,9 +6,10 @@ configurations and caches. Equal records have equal texts, and a record has only
 """
 
 import dataclasses
+import difflib
 import numbers
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 #: Name of the field with the name of the record, which is the first word of the text.
@@ -19,10 +20,34 @@ class UnsupportedError(NotImplementedError):
     """A combination of op, format and architecture that this version does not support."""
 
 
+def closest(name: object, choices: Iterable[object]) -> str | None:
+    """Return the text among ``choices`` that a misspelled name is closest to, or None.
+
+    Upper and lower case are alike.
+    """
+    texts = {choice.casefold(): choice for choice in choices if isinstance(choice, str)}
+    if not isinstance(name, str):
+        return None
+    matches = difflib.get_close_matches(name.casefold(), texts, n=1)
+    return texts[matches[0]] if matches else None
+
+
+def did_you_mean(name: object, choices: Iterable[object]) -> str:
+    """Return ``": did you mean 'nvfp4'?"`` if a name is close to a choice, else an empty text.
+
+    Messages about unknown names end in it.
+    """
+    match = closest(name, choices)
+    return "" if match is None else f": did you mean {match!r}?"
+
+
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(map(str, choices))}, got {value!r}")
+        raise ValueError(
+            f"{name} must be {' or '.join(map(str, choices))}, got {value!r}"
+            + did_you_mean(value, choices)
+        )
 
 
 #: Classes that ``check_kind`` accepts, and their description, if they differ from the kind.
@@ -96,7 +121,10 @@ def read(kind: str, records: Mapping[str, type[R]], text: str) -> R:
     check_kind(str, **{kind: text})
     name, _, fields = text.partition(":")
     if name not in records:
-        raise ValueError(f"{kind} must be one of {', '.join(records)}, got {text!r}")
+        raise ValueError(
+            f"{kind} must be one of {', '.join(records)}, got {text!r}"
+            + did_you_mean(name, records)
+        )
     cls = records[name]
     defaults = _defaults(cls)
     values: dict[str, Any] = {}
@@ -107,6 +135,7 @@ def read(kind: str, records: Mapping[str, type[R]], text: str) -> R:
         if field not in defaults:
             raise ValueError(
                 f"{kind} {name} has the fields {', '.join(defaults)}, got {field!r} in {text!r}"
+                + did_you_mean(field, defaults)
             )
         try:
             values[field] = _field_value(defaults[field], value if is_given else "true", cls.words)

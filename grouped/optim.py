@@ -37,6 +37,11 @@ from .tracing import eager_only
 
 __all__ = ["AdamW"]
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 #: Moments of a parameter.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 #: Keys of the state of a parameter.

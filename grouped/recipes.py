@@ -24,7 +24,7 @@ from cute_kernels.capability import support
 from cute_kernels.formats import E5M2, Format
 from cute_kernels.ops.delayed_scaling.op import ALGORITHMS, check_margin
 from cute_kernels.ops.format_pairs import check_pair, check_transforms
-from cute_kernels.records import UnsupportedError, check_choice
+from cute_kernels.records import UnsupportedError, check_choice, closest
 
 from .tensor.validation import check_format, check_size
 
@@ -38,6 +38,11 @@ __all__ = [
     "NVFP4RowScaled",
     "Recipe",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 #: Names of the recipes that are ready to use.
 NAMES = tuple(name for name in __all__ if name != "Recipe")
@@ -412,4 +417,7 @@ def check_recipe(recipe: object) -> None:
         hint = f": {recipe.__name__}(), not {recipe.__name__}"
     elif isinstance(recipe, Format):
         hint = ": a format, which a recipe has for each role, Recipe(input, weight, grad_output)"
+    elif isinstance(recipe, str):
+        match = closest(recipe, NAMES)
+        hint = "" if match is None else f": did you mean grouped.recipes.{match}()?"
     raise TypeError(f"recipe must be a grouped.recipes.Recipe, got {recipe!r}{hint}")

@@ -43,3 +43,7 @@ __all__ = [
 ]
 
 __getattr__ = deprecated_attributes(__name__, {"SecondLevel": "cute_kernels.formats:GlobalScale"})
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -20,9 +20,10 @@ from torchtitan.config.override import _REGISTRY as _OVERRIDES
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
-import grouped
-from grouped import recipes
+from cute_kernels.records import did_you_mean
 
+from .. import recipes
+from ..functional.linear_autograd import linear
 from ..recipes import Recipe, check_recipe
 
 __all__ = ["GroupedExpertsConverter", "grouped_experts"]
@@ -137,7 +138,10 @@ def _parse_recipe(recipe: Any) -> Recipe:
     """Return a recipe by itself or by name. Raise if torchtitan's experts cannot run it."""
     if isinstance(recipe, str):
         if recipe not in recipes.NAMES:
-            raise ValueError(f"recipe must be one of {', '.join(recipes.NAMES)}, got {recipe!r}")
+            raise ValueError(
+                f"recipe must be one of {', '.join(recipes.NAMES)}, got {recipe!r}"
+                + did_you_mean(recipe, recipes.NAMES)
+            )
         recipe = getattr(recipes, recipe)()
     check_recipe(recipe)
     if recipe.takes_scales:
@@ -181,7 +185,7 @@ def _experts_class(parent: Any, is_quantized: bool) -> Any:
             _warn_of_overrides(parent.Config)
 
         def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-            return grouped.linear(A, B_t.transpose(-2, -1), None, offs, self.recipe)
+            return linear(A, B_t.transpose(-2, -1), None, offs, self.recipe)
 
     Experts.__name__ = Experts.__qualname__ = f"Cute{parent.__name__}"
     if is_quantized:

@@ -22,11 +22,10 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe as hf
 
-import grouped
 from cute_kernels import ops
 from cute_kernels.formats import Format
-from grouped import recipes
 
+from .. import recipes
 from ..functional.experts import (
     ExpertsOptions,
     Layer,
@@ -35,6 +34,7 @@ from ..functional.experts import (
     run_quantized_inference,
 )
 from ..functional.experts import experts as compute_experts
+from ..functional.linear_autograd import linear
 from ..nn.cached_weight import lookup, warn_if_captured
 from ..preparation import (
     SOURCES,
@@ -45,6 +45,7 @@ from ..preparation import (
     is_foreign_experts,
     reorder,
 )
+from ..preparation import prepare as prepare_model
 from ..recipes import Recipe, check_recipe
 from ..tensor.grouped_tensor import GroupedTensor
 
@@ -132,7 +133,7 @@ def prepare(
     """
     if not any(experts_of(model)):
         raise ValueError(f"{type(model).__name__} has no experts that use transformers' interface")
-    return grouped.prepare(model, fmt, trainable=trainable, columnwise=columnwise, masters=masters)
+    return prepare_model(model, fmt, trainable=trainable, columnwise=columnwise, masters=masters)
 
 
 def guard_methods(model: nn.Module) -> None:
@@ -302,7 +303,7 @@ def _layer(experts: Any, name: str, recipe: Recipe) -> Layer:
 
 def _linear(experts: Any, x: Tensor, name: str, offs: Tensor, recipe: Recipe) -> Tensor:
     weight, bias = _operands(experts, name)
-    return grouped.linear(x.to(weight.dtype), weight, bias, offs, recipe)
+    return linear(x.to(weight.dtype), weight, bias, offs, recipe)
 
 
 def _is_swiglu(experts: Any) -> bool:

@@ -95,6 +95,10 @@ class GroupedLinear(InspectableLayer):
         ValueError: A size is not positive, or no multiple of the recipe's blocks.
     """
 
+    #: (G, N, K), or ``weight0`` ... ``weight{G-1}`` if ``single_parameter`` is False.
+    weight: nn.Parameter
+    #: (G, N), or None without a bias. ``bias0`` ... if ``single_parameter`` is False.
+    bias: nn.Parameter | None
     #: Name of a process group whose ranks have different rows and replicated DTensor parameters.
     #: Gradients are summed over it.
     token_group: str | None = None

@@ -275,6 +275,15 @@ def test_relative_errors():
     assert relative_error(torch.ones(4), torch.zeros(4)) == 2.0
 
 
+def test_contender_filters_that_match_nothing(capsys):
+    """Check that a contender or format that nothing has is an error with a suggestion."""
+    run = ["run", "gemm", "--backend", "reference", "--quick", "--no-peers", "--filter", "fprop"]
+    assert main([*run, "--contender", "ourz"]) == 2
+    assert "no contender here matches --contender 'ourz': did you mean" in capsys.readouterr().err
+    assert main([*run, "--contender", "zzz", "--format", "qqq"]) == 2
+    assert "--contender 'zzz' and --format 'qqq': they are" in capsys.readouterr().err
+
+
 def test_filters_that_match_nothing(capsys):
     for pattern, why in (
         ("no such case", "no case here matches"),
