@@ -104,7 +104,8 @@ def quantize(
     its group or row infinite, and their decoded values non-finite. Under MXFP8 it decodes to
     itself, and values that share its scale to zeros. Under FP8 and FP8Block such values have the
     scale 1, and an infinity decodes to the largest code. With ``fmt.nan_scales``, which recipes set
-    for training, each of these decodes to NaN, with all values that share its scale.
+    for training, no value that shares a scale with an infinity decodes to a finite number; nor,
+    under NVFP4, one that shares a scale with a NaN.
     ``NVFP4(hadamard=True)`` spreads a NaN or an infinity over its 16 rows of the columnwise copy.
 
     Args:

@@ -50,7 +50,7 @@ class AmaxKernels:
     arch: str
     maker: ElementMaker | None
     keeps_nan: bool = False
-    levels: GlobalScaleWriter
+    global_scale_writer: GlobalScaleWriter
 
     @cute.jit
     def launch_amax(
