@@ -6,15 +6,15 @@ recipes are in ``grouped``. If torch is not installed, only the emulator works.
 
 import importlib.util
 
-from . import emulator  # noqa: F401 - an alias of ptx_emulator
+from . import emulator  # an alias of ptx_emulator
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "emulator"]
 
 #: pyproject.toml takes it from here.
 __version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:
-    from cute_kernels import ops
+    from cute_kernels import formats, ops
 
     from .capability import support
     from .layout.prepack import prepack, unpack
@@ -27,9 +27,14 @@ if importlib.util.find_spec("torch") is not None:
         "UnsupportedError",
         "active_backend",
         "backend",
+        "formats",
         "ops",
         "precompile",
         "prepack",
         "support",
         "unpack",
     ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

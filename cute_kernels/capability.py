@@ -13,7 +13,7 @@ import torch
 
 from .arch import ARCHS
 from .formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, RECORDS, Format, FP8Block
-from .records import UnsupportedError
+from .records import UnsupportedError, did_you_mean
 
 ARCHITECTURES = ("reference", *ARCHS)
 #: Names of ops. The format of plain bf16, fp16 or fp32 operands is None.
@@ -109,7 +109,7 @@ class Support:
 
     Attributes:
         ok: True if the combination runs.
-        reason: Why it does not run; empty if it does.
+        reason: Why it does not run. Empty if it does.
     """
 
     ok: bool
@@ -189,9 +189,12 @@ def support(
         TypeError: ``fmt`` is not a format.
     """
     if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}" + did_you_mean(op, OPS))
     if arch not in (*ARCHITECTURES, *_TENSOR_CORE_BACKENDS):
-        raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
+        raise ValueError(
+            f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}"
+            + did_you_mean(arch, (*ARCHITECTURES, *_TENSOR_CORE_BACKENDS))
+        )
     if isinstance(fmt, type):
         fmt = fmt()
     if not (fmt is None or isinstance(fmt, Format)):
@@ -228,7 +231,7 @@ def _capability_arch(op: str, fmt: Format | None, tensor_core: str) -> str:
 
 
 def _why_format_unsupported(op: str, fmt: Format | None) -> str:
-    """Return why no architecture runs ``op`` for ``fmt``; empty if one does."""
+    """Return why no architecture runs ``op`` for ``fmt``, or '' if one does."""
     if fmt is None:
         return "" if (op, None) in _RUNS else f"{op} needs a format"
     if (op, fmt.name) not in _RUNS:
@@ -255,7 +258,7 @@ def _why_format_missing(op: str, fmt: Format) -> str:
 
 
 def _why_arch_unsupported(op: str, fmt: Format | None, arch: str) -> str:
-    """Return why ``arch`` does not run ``op`` for ``fmt``; empty if it does."""
+    """Return why ``arch`` does not run ``op`` for ``fmt``, or '' if it does."""
     key = op, None if fmt is None else fmt.name
     if arch not in _RUNS[key]:
         return f"no {arch} kernel of {op} yet"
@@ -264,7 +267,7 @@ def _why_arch_unsupported(op: str, fmt: Format | None, arch: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def why_unsupported(fmt: Format) -> str:
-    """Return why no kernel supports the properties of a record; empty if kernels may support it.
+    """Return why no kernel supports the properties of a record, or '' if kernels may support it.
 
     The check ignores the record's name. Configurations check the limits of single kernels.
     """
@@ -327,7 +330,7 @@ def why_unsupported(fmt: Format) -> str:
 def _why_dtype_unsupported(
     op: str, fmt: Format | None, arch: str, dtype: torch.dtype | None
 ) -> str:
-    """Return why ``op`` does not take plain operands of ``dtype``; empty if it does."""
+    """Return why ``op`` does not take plain operands of ``dtype``, or '' if it does."""
     if dtype is None:
         return ""
     if dtype not in _DTYPES[op]:
@@ -343,7 +346,7 @@ def _why_dtype_unsupported(
 
 
 def _why_transform_unsupported(op: str, fmt: Format | None, dtype: torch.dtype | None) -> str:
-    """Return why ``op`` cannot transform input of ``dtype`` for ``fmt``; empty if it can."""
+    """Return why ``op`` cannot transform input of ``dtype`` for ``fmt``, or '' if it can."""
     if (
         fmt is None
         or not fmt.is_transformed
@@ -355,7 +358,7 @@ def _why_transform_unsupported(op: str, fmt: Format | None, dtype: torch.dtype |
 
 
 def _why_prepacked_unsupported(op: str, arch: str) -> str:
-    """Return why ``op`` does not take prepacked weights on ``arch``; empty if it does."""
+    """Return why ``op`` does not take prepacked weights on ``arch``, or '' if it does."""
     if op in ("grouped_gemm_w4a16", "grouped_gemm_w4a8"):
         return "prepacked weights need quantized activations: unpack() them"
     if op == "grouped_gemm" and arch not in _PREPACKED_ARCHITECTURES:
@@ -364,7 +367,7 @@ def _why_prepacked_unsupported(op: str, arch: str) -> str:
 
 
 def _why_gather_unsupported(op: str, fmt: Format | None, arch: str) -> str:
-    """Return why ``op`` does not gather rows of ``fmt`` on ``arch``; empty if it does."""
+    """Return why ``op`` does not gather rows of ``fmt`` on ``arch``, or '' if it does."""
     if op not in _GEMMS:
         return f"{op} does not gather rows by an index"
     if fmt is None or op == "grouped_gemm_w4a16" or arch == "reference":
@@ -376,7 +379,7 @@ def _why_gather_unsupported(op: str, fmt: Format | None, arch: str) -> str:
 
 
 def why_result_unsupported(op: str, result: Format, arch: str) -> str:
-    """Return why ``op`` cannot quantize its result to ``result``; empty if it can."""
+    """Return why ``op`` cannot quantize its result to ``result``, or '' if it can."""
     scale = result.global_scale
     if op not in _GEMMS or result.scale is None or result.is_2d or result.is_stochastic:
         return (

@@ -1,6 +1,7 @@
 """Old names that keep working for one release, each with a ``DeprecationWarning``."""
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,19 @@ def warn_deprecated(old: str, new: str, stacklevel: int = 3) -> None:
     )
 
 
+def _is_probe() -> bool:
+    """Return True if an import statement calls a module's ``__getattr__`` only to probe a name.
+
+    ``from package import name`` first asks whether the package has the name, in importlib, and
+    then reads it. Only the second access warns.
+    """
+    frame = sys._getframe(2)
+    return (frame.f_globals.get("__name__"), frame.f_code.co_name) == (
+        "importlib._bootstrap",
+        "_handle_fromlist",
+    )
+
+
 def deprecated_attributes(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a module ``__getattr__`` that forwards old names.
 
@@ -36,7 +50,8 @@ def deprecated_attributes(module: str, names: Mapping[str, str]) -> Callable[[st
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         target, _, attribute = names[name].partition(":")
-        warn_deprecated(f"{module}.{name}", f"{target}.{attribute}")
+        if not _is_probe():
+            warn_deprecated(f"{module}.{name}", f"{target}.{attribute}")
         return getattr(importlib.import_module(target), attribute)
 
     return forward
@@ -68,7 +83,8 @@ def deprecated_module(old: str, new: str) -> Callable[[str], Any]:
             return list(target.__all__)
         if name.startswith("__") or not hasattr(target, name):
             raise AttributeError(f"module {old!r} has no attribute {name!r}")
-        warn_deprecated(f"{old}.{name}", f"{new}.{name}")
+        if not _is_probe():
+            warn_deprecated(f"{old}.{name}", f"{new}.{name}")
         return getattr(target, name)
 
     return forward

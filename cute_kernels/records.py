@@ -6,9 +6,10 @@ configurations and caches. Equal records have equal texts, and a record has only
 """
 
 import dataclasses
+import difflib
 import numbers
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 #: Name of the field with the name of the record, which is the first word of the text.
@@ -19,10 +20,34 @@ class UnsupportedError(NotImplementedError):
     """A combination of op, format and architecture that this version does not support."""
 
 
+def closest(name: object, choices: Iterable[object]) -> str | None:
+    """Return the text among ``choices`` that a misspelled name is closest to, or None.
+
+    Upper and lower case are alike.
+    """
+    texts = {choice.casefold(): choice for choice in choices if isinstance(choice, str)}
+    if not isinstance(name, str):
+        return None
+    matches = difflib.get_close_matches(name.casefold(), texts, n=1)
+    return texts[matches[0]] if matches else None
+
+
+def did_you_mean(name: object, choices: Iterable[object]) -> str:
+    """Return ``": did you mean 'nvfp4'?"`` if a name is close to a choice, else an empty text.
+
+    Messages about unknown names end in it.
+    """
+    match = closest(name, choices)
+    return "" if match is None else f": did you mean {match!r}?"
+
+
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(map(str, choices))}, got {value!r}")
+        raise ValueError(
+            f"{name} must be {' or '.join(map(str, choices))}, got {value!r}"
+            + did_you_mean(value, choices)
+        )
 
 
 #: Classes that ``check_kind`` accepts, and their description, if they differ from the kind.
@@ -34,7 +59,7 @@ _KINDS = {
 
 
 def check_kind(kind: type, **values: object) -> None:
-    """Raise TypeError unless all ``values``, by name, are of ``kind``; a bool is not a number."""
+    """Raise TypeError unless all ``values``, by name, are of ``kind``. A bool is not a number."""
     # Dynamo traces this, and cannot trace str.lower: the description is made for an error only.
     cls, description = _KINDS.get(kind, (kind, ""))
     for name, value in values.items():
@@ -44,7 +69,7 @@ def check_kind(kind: type, **values: object) -> None:
 
 
 class Record:
-    """Base class of records, which are frozen dataclasses with a name; it computes their text.
+    """Base class of records, which are frozen dataclasses with a name. It computes their text.
 
     The name is an attribute of the class, or a field if one class has several names.
 
@@ -70,7 +95,7 @@ class Record:
         for name, value in self.resolved.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        # Computed once: a compiler that traces the use of a record would trace the computation.
+        # Compute it once: a compiler that traces the use of a record would trace the computation.
         defaults = _defaults(self) | self.resolved
         values = {name: getattr(self, name) for name in defaults}
         changed = [name for name, default in defaults.items() if values[name] != default]
@@ -96,7 +121,10 @@ def read(kind: str, records: Mapping[str, type[R]], text: str) -> R:
     check_kind(str, **{kind: text})
     name, _, fields = text.partition(":")
     if name not in records:
-        raise ValueError(f"{kind} must be one of {', '.join(records)}, got {text!r}")
+        raise ValueError(
+            f"{kind} must be one of {', '.join(records)}, got {text!r}"
+            + did_you_mean(name, records)
+        )
     cls = records[name]
     defaults = _defaults(cls)
     values: dict[str, Any] = {}
@@ -107,6 +135,7 @@ def read(kind: str, records: Mapping[str, type[R]], text: str) -> R:
         if field not in defaults:
             raise ValueError(
                 f"{kind} {name} has the fields {', '.join(defaults)}, got {field!r} in {text!r}"
+                + did_you_mean(field, defaults)
             )
         try:
             values[field] = _field_value(defaults[field], value if is_given else "true", cls.words)
@@ -142,7 +171,7 @@ def _field_text(name: str, value: object, words: Mapping[str, Any]) -> str:
 
 
 def _field_value(default: Any, text: str, words: Mapping[str, Any]) -> Any:
-    """Return the value of a field's text; raise ValueError if it has none."""
+    """Return the value of a field's text. Raise ValueError if it has none."""
     choices: Mapping[str, Any] = {}
     if isinstance(default, bool):
         choices = {"true": True, "false": False}

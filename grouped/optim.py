@@ -1,7 +1,7 @@
 """``AdamW`` for quantized parameters: it updates an fp32 master of each weight.
 
-  weight = nn.Parameter(grouped.quantize(w, grouped.NVFP4(), columnwise=True))
-  optimizer = grouped.optim.AdamW([weight], masters={weight: w})
+    weight = nn.Parameter(grouped.quantize(w, grouped.NVFP4(), columnwise=True))
+    optimizer = grouped.optim.AdamW([weight], masters={weight: w})
 
 A step is torch's fused AdamW on the master, and one quantization of the master into the parameter's
 storage. The parameter has the bits of ``grouped.quantize(master)`` after
@@ -37,6 +37,11 @@ from .tracing import eager_only
 
 __all__ = ["AdamW"]
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 #: Moments of a parameter.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 #: Keys of the state of a parameter.
@@ -67,11 +72,11 @@ class AdamW(Optimizer):
         maximize: See ``torch.optim.AdamW``.
         masters: Values that GroupedTensors were quantized from, by parameter. Other masters start
             as the decoded values.
-        master_weights: Plain parameters in bf16 and fp16 have a master, too.
+        master_weights: True if plain parameters in bf16 and fp16 have a master, too.
 
     Raises:
         ValueError: A number is out of range, or a master has another shape.
-        TypeError: An argument has another type, a master is no plain floating-point tensor or is
+        TypeError: An argument has another type, a master is not a plain floating-point tensor or is
             for a parameter without one, or fp32 masters cannot be quantized to the format of a
             parameter.
     """
@@ -103,7 +108,7 @@ class AdamW(Optimizer):
         for p, master in masters.items():
             if p not in known or not self._has_master(p):
                 raise TypeError(
-                    "masters names a tensor that is no parameter with a master of this optimizer"
+                    "masters names a tensor that is not a parameter with a master of this optimizer"
                 )
             _check_shape("the master", master, p.shape)
             if isinstance(local_part(master), GroupedTensor) or not master.is_floating_point():
@@ -127,7 +132,8 @@ class AdamW(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            # PyTorch's class adds its defaults when a state is loaded or the optimizer is copied.
+            # PyTorch's AdamW adds its default options when a state is loaded or the optimizer is
+            # copied.
             _check_options(**{name: group[name] for name in _OPTIONS})
             for p in group["params"]:
                 _check_transform(local_part(p))
@@ -150,9 +156,9 @@ class AdamW(Optimizer):
             The result of ``closure``.
 
         Raises:
-            RuntimeError: A gradient is sparse; or a parameter was written since the last step, for
+            RuntimeError: A gradient is sparse. Or a parameter was written since the last step, for
                 example by the module's ``load_state_dict``, and its master has other values.
-            ValueError: A gradient has another shape than its parameter.
+            ValueError: The shape of a gradient differs from that of its parameter.
         """
         loss = None
         if closure is not None:
@@ -266,10 +272,10 @@ class AdamW(Optimizer):
         """Load a state dict of this class or of ``torch.optim.AdamW``.
 
         Masters and moments stay in fp32. A parameter whose state has no master keeps its present
-        one. The module loads the parameters themselves.
+        master. The parameters are loaded by the module, not here.
 
         Raises:
-            ValueError: A state has another shape than its parameter.
+            ValueError: The shape of a state differs from that of its parameter.
         """
         masters = {p: state["master"] for p, state in self.state.items() if "master" in state}
         pairs = [
@@ -277,7 +283,7 @@ class AdamW(Optimizer):
             for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False)
             for p, key in zip(group["params"], saved["params"], strict=False)
         ]
-        # Checked before anything is changed; PyTorch compares the numbers of parameters only.
+        # Check shapes before anything changes. PyTorch compares only the numbers of parameters.
         for p, loaded in pairs:
             for name in _STATE_KEYS & loaded.keys():
                 shape = () if name == "step" else local_part(p).shape

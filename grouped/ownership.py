@@ -2,11 +2,11 @@
 
 If a weight is replaced without its owner, the new weight is lost: FSDP2 puts its own tensor back at
 the next call, an optimizer continues with the old one. Functions that replace weights ask
-``Ownership`` before they change anything, and ``retire`` the old parameters afterwards::
+``Ownership`` before they change anything, and ``retire`` the old parameters afterwards:
 
-  Ownership(model).check_replaceable([(layer, "weight")], "prepare()")
-  old, layer.weight = layer.weight, nn.Parameter(new)
-  retire([old], "prepare()")
+    Ownership(model).check_replaceable([(layer, "weight")], "prepare()")
+    old, layer.weight = layer.weight, nn.Parameter(new)
+    retire([old], "prepare()")
 
 Owners are recognized by attributes and by modules that are imported already, so nothing here
 imports ``torch.distributed``, peft or accelerate. Two owners cannot be recognized here and raise
@@ -25,6 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .tensor.dtensor_parts import local_part
 from .tensor.grouped_tensor import GroupedTensor
+from .tracing import eager_only
 
 #: A parameter by the module that holds it, and its name there.
 Target: TypeAlias = tuple[nn.Module, str]
@@ -232,7 +233,7 @@ class FsdpWatch:
         """Raise unless FSDP2, if it shards the parameter ``name``, may take ``value`` in its place.
 
         Raises:
-            ValueError: ``value`` is no DTensor, so that FSDP2 would drop it.
+            ValueError: ``value`` is not a DTensor, so that FSDP2 would drop it.
             RuntimeError: FSDP2 gathers the parameter, and would drop a DTensor that was
                 assigned before.
         """
@@ -304,7 +305,21 @@ def _watch_optimizers() -> None:
 
 
 def _check_parameters(optimizer: Optimizer, *_: Any) -> None:
-    """Raise if an optimizer would update replaced parameters, or put old values back."""
+    """Raise if an optimizer would update replaced parameters, or put old values back.
+
+    Dynamo traces this loop with compiled steps and guards on the attributes, so that graphs break
+    only where a parameter has one.
+    """
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if hasattr(p, _REPLACED_BY) or hasattr(p, _WRITTEN_BY):
+                _check_notes(optimizer)
+                return
+
+
+@eager_only("the notes of replaced and written parameters are read from their __dict__")
+def _check_notes(optimizer: Optimizer) -> None:
+    """Do what ``_check_parameters`` says, for parameters that were replaced or written."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         notes = p.__dict__
         if purpose := notes.get(_REPLACED_BY):

@@ -31,7 +31,7 @@ class Weight(NamedTuple):
         module: Module that has it.
         name: Its name there.
         recipe: Recipe of its products.
-        transposed: The parameter is (G, K, N).
+        transposed: True if the parameter is (G, K, N).
     """
 
     module: nn.Module
@@ -93,15 +93,15 @@ def prepare(
     layout. A second call changes nothing. Errors are raised before the first layer is changed, or
     leave complete layers.
 
-    Train quantized weights without a copy in bf16::
+    Train quantized weights without a copy in bf16:
 
-      masters = {}
-      grouped.prepare(moe, grouped.FP8Block(block=(128, 128)), trainable=True, masters=masters)
-      optimizer = grouped.optim.AdamW(moe.parameters(), masters=masters)
+        masters = {}
+        grouped.prepare(moe, grouped.FP8Block(block=(128, 128)), trainable=True, masters=masters)
+        optimizer = grouped.optim.AdamW(moe.parameters(), masters=masters)
 
-    Train adapters of other layers while the experts are frozen (QLoRA)::
+    Train adapters of other layers while the experts are frozen (QLoRA):
 
-      grouped.prepare(model, grouped.NVFP4(), columnwise=True)
+        grouped.prepare(model, grouped.NVFP4(), columnwise=True)
 
     Args:
         model: A model, or experts alone, on the device where it will run. Call this function
@@ -124,7 +124,7 @@ def prepare(
         ``GroupedLinear`` outside of one, and the transformers experts of each layer.
 
     Raises:
-        TypeError: ``fmt`` is no format, or an option has another type.
+        TypeError: ``fmt`` is not a format, or an option has another type.
         ValueError: ``model`` has no experts, or ``fmt`` is None and no recipe quantizes weights. A
             recipe does not multiply by ``fmt``. A weight is quantized in another format, or
             without a requested copy. A weight has an owner (``grouped.ownership``): FSDP2, a
@@ -147,7 +147,7 @@ def prepare(
     layers = list(expert_layers(model))
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no experts: no layers of grouped.nn, nor, once it is "
+            f"{type(model).__name__} has no experts: neither layers of grouped.nn, nor, once it is "
             "imported, of grouped.integrations.transformers"
         )
     targets = [_weights_and_formats(layer, fmt) for layer in layers]
@@ -173,7 +173,7 @@ def _weights_and_formats(layer: list[Weight], fmt: Format | None) -> list[tuple[
 
 
 def is_foreign_experts(module: nn.Module) -> bool:
-    """Return True if a module is experts of transformers, and no wrapper with their attributes."""
+    """Return True for an experts module of transformers, and False for wrappers of one."""
     marks = ("has_gate", "is_transposed")
     has_marks = all(mark in vars(module) or hasattr(type(module), mark) for mark in marks)
     return has_marks and hasattr(module, "down_proj")
@@ -197,7 +197,7 @@ def expert_layers(model: nn.Module) -> Iterator[list[Weight]]:
 
 
 def _layer_weight(layer: GroupedLinear) -> Weight:
-    """Return the weight of a layer; raise ValueError if it has one parameter per group."""
+    """Return the weight of a layer. Raise ValueError if it has one parameter per group."""
     if not layer.single_parameter:
         raise ValueError(
             "a layer was made with single_parameter=False: its groups are apart; load its state "
@@ -207,7 +207,7 @@ def _layer_weight(layer: GroupedLinear) -> Weight:
 
 
 def _target_format(weight: Weight, fmt: Format | None) -> Format | None:
-    """Return the format to quantize to, or that the weight has; None to leave it plain."""
+    """Return the format of the quantized weight, or None to leave it plain."""
     default, parameter = weight.recipe.weight, weight.module._parameters.get(weight.name)
     if fmt is None and isinstance(parameter, GroupedTensor):
         return parameter.format
@@ -218,7 +218,7 @@ def _target_format(weight: Weight, fmt: Format | None) -> Format | None:
 
 
 class _Plan:
-    """Replacement of a model's weights: all checks first, then one layer after the other."""
+    """Replacement of a model's weights. All checks precede the first change."""
 
     def __init__(self, model: nn.Module, trainable: bool, columnwise: bool) -> None:
         self._trainable, self._columnwise = trainable, columnwise
@@ -261,7 +261,7 @@ class _Plan:
         """Raise unless a weight that is quantized already has the format and the copies."""
         path = self._path(weight)
         if fmt != quantized.format:
-            raise ValueError(f"{path} is {quantized.format} already, fmt is {fmt}")
+            raise ValueError(f"{path} is already {quantized.format}, but fmt is {fmt}")
         if self._columnwise and quantized.columnwise is None:
             raise ValueError(
                 f"{path} is quantized already, without the columnwise copy that gradients of the "
@@ -319,7 +319,7 @@ class _Plan:
         quantized = quantize(weight.linear.contiguous(), fmt, columnwise=self._columnwise)
         new = nn.Parameter(quantized, requires_grad=self._trainable)
         for name, value in vars(old).items():
-            setattr(new, name, value)  # Attributes with which frameworks mark parameters.
+            setattr(new, name, value)  # Frameworks mark parameters with attributes.
         if self._ownership.is_shared(old):
             self._shared[id(old)] = (old, new)
         return new

@@ -24,7 +24,7 @@ from cute_kernels.capability import support
 from cute_kernels.formats import E5M2, Format
 from cute_kernels.ops.delayed_scaling.op import ALGORITHMS, check_margin
 from cute_kernels.ops.format_pairs import check_pair, check_transforms
-from cute_kernels.records import UnsupportedError, check_choice
+from cute_kernels.records import UnsupportedError, check_choice, closest
 
 from .tensor.validation import check_format, check_size
 
@@ -38,6 +38,11 @@ __all__ = [
     "NVFP4RowScaled",
     "Recipe",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 #: Names of the recipes that are ready to use.
 NAMES = tuple(name for name in __all__ if name != "Recipe")
@@ -55,19 +60,19 @@ class Recipe:
         input: Activations that enter the layer.
         weight: The layer's weights.
         grad_output: Gradients of the layer's output.
-        propagate_nonfinite: An infinity or a NaN in an operand reaches the output and the
+        propagate_nonfinite: If True, an infinity or a NaN in an operand reaches the output and the
             gradients, so that ``torch.amp.GradScaler`` and similar checks find it. Operands are
             quantized with ``nan_scales`` (see ``cute_kernels.formats.Format``): an infinity makes
             the scale of its block NaN, or of its group under FP8 with one scale per group. Under
             NVFP4 an infinity or a NaN does that to the group, or to the row of a row-scaled
             operand. FP8 codes can store a NaN, which reaches the products of its row or column.
             Finite numbers keep their bits, and nothing is read twice. If False, E2M1 turns a NaN
-            into a finite number and FP8 an infinity into its largest one: a run that diverges then
-            looks healthy. Weights that are quantized already are used as they are; rows behind the
+            into a finite number and FP8 an infinity into its largest one. A run that diverges then
+            looks healthy. Weights that are quantized already are used as they are. Rows after the
             last group are ignored.
 
     Raises:
-        TypeError: A role is no format record.
+        TypeError: A role is not a format record.
         ValueError: Only some roles have a format. A weight is row-scaled. An input or a weight has
             E5M2 codes. There is no product of two of the formats. Or a format needs given scales,
             which ``FP8Delayed`` has.
@@ -107,7 +112,7 @@ class Recipe:
                 raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
         if self.input is not None and self.weight is not None and self.grad_output is not None:
             _check_products(self.input, self.weight, self.grad_output)
-        # Stored: a compiler that traces a layer would otherwise trace how they are made.
+        # Store it: a compiler that traces a layer would otherwise trace how they are made.
         formats = roles
         if self.propagate_nonfinite:
             formats = {name: _with_nan_scales(name, fmt) for name, fmt in roles.items()}
@@ -301,7 +306,7 @@ class FP8Block(_Named):
         propagate_nonfinite: See ``Recipe``.
         grad_dtype: Data type of the codes of gradients; ``torch.float8_e5m2`` is
             TransformerEngine's HYBRID.
-        pow2_scales: Scales are powers of two.
+        pow2_scales: True if scales are powers of two.
         amax_epsilon: Lower bound of a block's amax.
     """
 
@@ -412,4 +417,7 @@ def check_recipe(recipe: object) -> None:
         hint = f": {recipe.__name__}(), not {recipe.__name__}"
     elif isinstance(recipe, Format):
         hint = ": a format, which a recipe has for each role, Recipe(input, weight, grad_output)"
+    elif isinstance(recipe, str):
+        match = closest(recipe, NAMES)
+        hint = "" if match is None else f": did you mean grouped.recipes.{match}()?"
     raise TypeError(f"recipe must be a grouped.recipes.Recipe, got {recipe!r}{hint}")

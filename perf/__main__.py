@@ -19,7 +19,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status, 2 for an error."""
+    """Run a command and return its exit status, 2 for an error."""
     parser = argparse.ArgumentParser(prog="python -m perf", description="Measurements.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {name: importlib.import_module(f"perf.{name}") for name in COMMANDS}

@@ -14,7 +14,7 @@ RENEW = "python -m perf run counts --renew"
 
 
 def _measure(options: Options, selection: Selection, out: Path | None) -> tuple[list[Record], int]:
-    """Run the suite ``counts``; return its records and the exit status of the report."""
+    """Run the suite ``counts`` and return its records and the exit status of the report."""
     records: list[Record] = []
 
     def collect(measured: list[Record]) -> None:

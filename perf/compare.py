@@ -164,7 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Compare; return 1 if something is worse, 2 if the sets have nothing in common."""
+    """Compare and return 1 if something is worse, 2 if the sets have nothing in common."""
     changes = compare(load(arguments.old), load(arguments.new), arguments.least)
     print_changes(changes, VERDICTS if arguments.all else VERDICTS[:2])
     if all(change.verdict in ("gone", "new") for change in changes):

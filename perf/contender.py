@@ -89,7 +89,7 @@ class Task:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the Frobenius norm of the difference over that of ``expected``; 0 if both are 0."""
+    """Return the Frobenius norm of the difference over that of ``expected``, or 0 if both are 0."""
     norm = float(expected.float().norm())
     difference = float((actual.float() - expected.float()).norm())
     return difference / norm if norm else difference

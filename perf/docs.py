@@ -180,7 +180,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write or check the tables; return 1 if ``--check`` finds a difference."""
+    """Write or check the tables, and return 1 if ``--check`` finds a difference."""
     from . import chart  # It imports this module.
 
     text, records = PAGE.read_text(encoding="utf-8"), load(RESULTS)

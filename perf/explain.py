@@ -63,7 +63,7 @@ class Plan:
 
 
 def why_unsupported(layer: Layer, recipe: Recipe) -> str:
-    """Return why a recipe does not accept the sizes of a layer; empty if it does."""
+    """Return why a recipe does not accept the sizes of a layer, or '' if it does."""
     multiple = math.lcm(recipe.multiple, N_ALIGN)
     for name in ("hidden", "intermediate"):
         if getattr(layer, name) % multiple:
@@ -151,7 +151,7 @@ def _selected_recipes(text: str) -> dict[str, Recipe]:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the prediction; return 1 if no recipe accepts these sizes."""
+    """Print the prediction and return 1 if no recipe accepts these sizes."""
     layer, gpu = _layer(arguments), gpu_of(arguments.gpu)
     selected = _selected_recipes(arguments.recipe)
     records = load(arguments.records)

@@ -85,7 +85,7 @@ def _compiled_ptx(arch: Architecture, jobs: int | None) -> Iterator[tuple[Kernel
     """Yield the PTX of each declared kernel from the disk cache, after compiling what it lacks.
 
     Raises:
-        RuntimeError: a kernel is not on disk, because the cache is off or a source was edited.
+        RuntimeError: A kernel is not on disk, because the cache is off or a source was edited.
     """
     specs = list(dict.fromkeys(declared_specs(arch)))
     precompile(specs, arch=arch, jobs=jobs, load=False)
@@ -113,8 +113,8 @@ def collect(sections: tuple[str, ...] = SECTIONS, jobs: int | None = None) -> di
     """Return the content of a file, of some sections. Prints what each section has.
 
     Args:
-        sections: some of ``SECTIONS``.
-        jobs: number of processes that compile missing kernels; by default one for each CPU.
+        sections: Some of ``SECTIONS``.
+        jobs: Number of processes that compile missing kernels; by default one for each CPU.
     """
     content: dict[str, Any] = {section: {} for section in sections}
     if "tiles" in sections:
@@ -238,7 +238,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write or check a file; return the exit status."""
+    """Write or check a file and return the exit status."""
     old = None if options.check is None else json.loads(options.check.read_text("utf-8"))
     content = collect((options.section,) if options.section else SECTIONS, options.jobs)
     if old is None:

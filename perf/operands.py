@@ -12,7 +12,7 @@ from .contender import relative_error
 
 
 def generator_of(device: torch.device, seed: int, copy: int) -> torch.Generator:
-    """Return the generator of one set of operands; the sets ``copy`` = 0, 1, ... differ."""
+    """Return the generator of one set of operands. The sets ``copy`` = 0, 1, ... differ."""
     return torch.Generator(device).manual_seed(seed + 1000 * copy)
 
 

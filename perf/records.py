@@ -21,6 +21,8 @@ from .traffic import work_of
 #: the case instead of the contender, so it is derived again. Any other version is refused.
 SCHEMA = 3
 _OLD_SCHEMAS = (1, 2)
+#: Old names of contenders in records of all versions, and their new names.
+_RENAMED_CONTENDERS = {"ours, weight kept": "ours, cached weight"}
 #: Kinds of backends: a GPU, the reference backend on a CPU, the emulator. They never share a table.
 KINDS = ("gpu", "cpu", "emulator")
 #: Origins of a number: ``perf run``; a record converted from the scripts before it; a text whose
@@ -153,12 +155,12 @@ class Record:
 
     @property
     def tbs(self) -> float | None:
-        """Rate of the least bytes in TB/s; None if the bytes are unknown."""
+        """Rate of the least bytes in TB/s, or None if the bytes are unknown."""
         return self._rate(self.bytes)
 
     @property
     def tflops(self) -> float | None:
-        """Rate of the useful operations in TFLOP/s; None if they are unknown."""
+        """Rate of the useful operations in TFLOP/s, or None if they are unknown."""
         return self._rate(self.flops)
 
     def _rate(self, work: float | None) -> float | None:
@@ -166,7 +168,7 @@ class Record:
         return work / time * 1e-6 if work is not None and time else None
 
     def share(self, ceiling: str) -> float | None:
-        """Return the fraction of a ceiling of the same run; None if it was not measured."""
+        """Return the fraction of a ceiling of the same run, or None if it was not measured."""
         rate = self.tbs if ceiling in ("copy", "read") else self.tflops
         limit = self.ceilings.get(ceiling)
         return None if rate is None or not limit else rate / limit
@@ -200,11 +202,12 @@ def write(path: Path, records: Iterable[Record]) -> None:
         file.writelines(map(_line, records))
 
 
-def _upgrade(row: Mapping[str, Any]) -> dict[str, Any]:
+def _upgrade(row: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a record of any readable version in the form of ``SCHEMA``."""
-    version = row.get("schema")
+    version, contender = row.get("schema"), row["contender"]
+    row = {**row, "contender": _RENAMED_CONTENDERS.get(contender, contender)}
     if version not in _OLD_SCHEMAS:
-        return dict(row)
+        return row
     fields = {("quantity" if name == "what" else name): value for name, value in row.items()}
     fields["schema"] = SCHEMA
     if version == 1 and covers_all_work(fields["quantity"], fields["unit"]):

@@ -95,8 +95,7 @@ def _rates(record: "Record", sheet: dict[str, float]) -> Iterator[tuple[str, flo
 def why_impossible(record: "Record") -> str:
     """Return why the GPU of a record cannot be as fast as the record says.
 
-    Returns:
-        The reason; empty if the rates are possible or the GPU is unknown.
+    Returns: The reason. Empty if the rates are possible or the GPU is unknown.
     """
     sheet = _sheet(record.gpu)
     if record.kind != "gpu" or not sheet:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.records import UnsupportedError
+from cute_kernels.records import UnsupportedError, did_you_mean
 
 from .contender import Contender, Task
 from .measure import Meter
@@ -61,6 +61,8 @@ class Report:
         excluded: Contenders that were not measured, and the reasons.
         is_bad: True if a contender of this package was excluded.
         tasks: Number of tasks that ran.
+        accepted: Number of contenders that the selection accepted, over all tasks.
+        rejected: Names and formats of the contenders that it did not accept.
     """
 
     wrong: list[str] = field(default_factory=list)
@@ -70,6 +72,8 @@ class Report:
     excluded: list[tuple[Contender, str]] = field(default_factory=list)
     is_bad: bool = False
     tasks: int = 0
+    accepted: int = 0
+    rejected: set[str] = field(default_factory=set)
 
     def add_exception(self, task: Task, contender: Contender, reason: Exception) -> None:
         """Exclude a contender that raised."""
@@ -89,7 +93,7 @@ class _Checked:
 
     Attributes:
         contender: The contender.
-        run: Its prepared call; None if it was dropped because memory is limited.
+        run: Its prepared call. None if it was dropped because memory is limited.
         error: Relative error of its result.
         memory: Bytes that it takes.
     """
@@ -117,7 +121,11 @@ def measure_task(
         the emulator.
     """
     checked, num_excluded = [], len(report.excluded)
-    for contender in filter(selection.accepts, task.contenders(0)):
+    for contender in task.contenders(0):
+        if not selection.accepts(contender):
+            report.rejected |= {contender.name, contender.format}
+            continue
+        report.accepted += 1
         correct = _check(task, contender, meter, report)
         if correct is not None:
             if math.isfinite(meter.free_memory()):
@@ -152,7 +160,7 @@ def _measure_or_split(
     run_fields: dict[str, Any],
     report: Report,
 ) -> list[Record]:
-    """Measure contenders that fit into memory together; if one raises, measure each alone."""
+    """Measure contenders that fit into memory together. If one raises, measure each alone."""
     try:
         return _measure_batch(task, batch, meter, run_fields, report)
     except Exception as reason:  # a call that works may still fail under graph capture
@@ -226,7 +234,7 @@ def _record(
 
 
 def _check(task: Task, contender: Contender, meter: Meter, report: Report) -> _Checked | None:
-    """Call a contender once and check its result; return None if it is not to be measured."""
+    """Call a contender once and check its result. Return None if it is not to be measured."""
     try:
         with meter.peak_memory() as memory:
             run = contender.prepare()
@@ -376,7 +384,7 @@ def _list_tasks(suites: Iterable[str], options: Options, selection: Selection) -
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run suites; return 1 if a contender of this package was wrong or failed."""
+    """Run suites and return 1 if a contender of this package was wrong or failed."""
     options = parse_options(arguments)
     selection = Selection(arguments.filter, arguments.contender, arguments.format)
     if arguments.list:
@@ -391,20 +399,34 @@ def main(arguments: argparse.Namespace) -> int:
         _print(records)
         append(arguments.out, records)
 
-    status = tasks = 0
+    status = tasks = accepted = 0
+    rejected: set[str] = set()
     for name in arguments.suites:
         report = measure_suite(name, options, selection, collect)
         status, tasks = max(status, print_report(report)), tasks + report.tasks
+        accepted, rejected = accepted + report.accepted, rejected | report.rejected
     if not tasks:
         raise ValueError(
             f"no case here matches --filter {selection.case!r}: --list prints the cases; --full "
             "or another --backend has more"
         )
+    if rejected and not accepted:
+        raise ValueError(_nothing_accepted(selection, rejected))
     return status
 
 
+def _nothing_accepted(selection: Selection, rejected: Iterable[str]) -> str:
+    """Return a message for patterns that accept none of the contenders."""
+    patterns = {"--contender": selection.contender, "--format": selection.format}
+    given = {option: pattern for option, pattern in patterns.items() if pattern}
+    texts = " and ".join(f"{option} {pattern!r}" for option, pattern in given.items())
+    hints = (did_you_mean(pattern, sorted(rejected)) for pattern in given.values())
+    hint = next(filter(None, hints), f": they are {', '.join(sorted(rejected))}")
+    return f"no contender here matches {texts}{hint}"
+
+
 def print_report(report: Report) -> int:
-    """Print a report to standard error; return 1 if it is bad."""
+    """Print a report to standard error and return 1 if it is bad."""
     with contextlib.suppress(BrokenPipeError):
         for title, lines in (
             ("not here", report.unsupported),

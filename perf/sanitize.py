@@ -1,6 +1,6 @@
 """Run every kernel family on small shapes under compute-sanitizer on a GPU.
 
-Shapes have empty groups, boundaries inside tiles, a tail behind the last group and widths that no
+Shapes have empty groups, boundaries inside tiles, a tail after the last group and widths that no
 tile divides. Kernels are compiled first, without the tool. Each tensor gets a separate allocation,
 so that memcheck sees an access past its end. The exit status is 1 if a tool reports anything, or if
 memcheck misses a deliberate write past the end of a buffer.
@@ -278,7 +278,7 @@ FAMILIES = {function.__name__: function for function in (quantize, m_grouped, k_
 
 
 def _run_under(tool: str, family: str) -> tuple[int, list[str]]:
-    """Run a kernel family under a tool; return the exit status and the lines of its output."""
+    """Run a kernel family under a tool and return the exit status and the lines of its output."""
     # API errors are left out: the driver's bindings ask for symbols that older drivers lack. The
     # kernels of this package have "Config" in their names.
     command = [
@@ -314,7 +314,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _in_jobs(arguments: argparse.Namespace) -> int:
-    """Run in several processes, each with its share; return the largest exit status."""
+    """Run in several processes, each with its share and return the largest exit status."""
     command = [
         *_PROGRAM,
         "--format",
@@ -332,7 +332,7 @@ def _in_jobs(arguments: argparse.Namespace) -> int:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run kernel families under tools; return 1 if a tool reports an error."""
+    """Run kernel families under tools and return 1 if a tool reports an error."""
     if not torch.cuda.is_available():
         raise ValueError("sanitize needs a GPU, and torch sees none")
     if arguments.jobs > 1:

@@ -22,7 +22,7 @@ class Cell:
         show: ``"value"``, ``"flops"``, or ``"copy"`` for the share of that ceiling.
         scale: Factor of the number.
         digits: Digits after the point.
-        unit: Text behind the number.
+        unit: Text after the number.
     """
 
     conditions: Mapping[str, Any]
@@ -343,7 +343,7 @@ _LAYER = Table(
             for name in ("BF16", "NVFP4RowScaled", "FP8Block")
         ),
         *(
-            _step(f"{name}, cached weight", contender="ours, weight kept", format=name)
+            _step(f"{name}, cached weight", contender="ours, cached weight", format=name)
             for name in _CACHED[::-1]
         ),
     ),
@@ -357,7 +357,7 @@ def _contenders(peers: tuple[str, ...], *more: str) -> tuple[Column, ...]:
         *(Column(f"{peer}, bf16", _time(contender=peer)) for peer in peers),
         *(Column(recipe, _time(contender="ours", format=recipe)) for recipe in ("BF16", *more)),
         *(
-            Column(f"{name}, cached weights", _time(contender="ours, weight kept", format=name))
+            Column(f"{name}, cached weights", _time(contender="ours, cached weight", format=name))
             for name in _CACHED
         ),
     )

@@ -1,7 +1,7 @@
 """The tiles that grouped GEMMs choose for recorded cases, without running a kernel.
 
 A case runs on fake tensors, so that nothing is computed. Each op that the case calls is planned for
-a GPU as if it ran there, and the tiles of its GEMM kernels are noted.
+a GPU as if it ran there, and the tiles of its GEMM kernels are recorded.
 """
 
 import collections
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 import grouped
 from cute_kernels import UnsupportedError
 from cute_kernels.kernels.gemm.common.config import GemmConfig
-from cute_kernels.ops.gemm.op import GroupedGemm
+from cute_kernels.ops.gemm.base_op import GroupedGemm
 from cute_kernels.runtime.backend import Backend
 from cute_kernels.runtime.replay import OPS_BY_OVERLOAD
 
@@ -53,10 +53,10 @@ class Gpu:
     """A GPU for which tiles are chosen.
 
     Attributes:
-        name: architecture, and the product if its memory decides something.
-        arch: architecture of the kernels, such as ``"sm_90a"``.
-        num_sms: number of SMs.
-        bandwidth: peak bytes per second of the memory, None for the GPU that the model describes.
+        name: Architecture, and the product if its memory decides something.
+        arch: Architecture of the kernels, such as ``"sm_90a"``.
+        num_sms: Number of SMs.
+        bandwidth: Peak bytes per second of the memory, None for the GPU that the model describes.
     """
 
     name: str
@@ -77,7 +77,7 @@ ARCHITECTURES = tuple(dict.fromkeys(gpu.arch for gpu in GPUS))
 
 
 class _FakeMeter(Meter):
-    """A meter that only says for which architecture the operands of a case are made."""
+    """A meter that only names the architecture for which the operands of a case are made."""
 
     kind = "cpu"
 
@@ -87,20 +87,20 @@ class _FakeMeter(Meter):
 
 
 class _Launcher:
-    """A launcher that notes the specs of kernels and launches nothing."""
+    """A launcher that records the specs of kernels and launches nothing."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.arch, self.num_sms, self.bandwidth = gpu.arch, gpu.num_sms, gpu.bandwidth
         self.specs: list[Any] = []
 
     def kernel(self, spec: Any) -> Callable[..., None]:
-        """Note ``spec`` and return a kernel that does nothing."""
+        """Record ``spec`` and return a kernel that does nothing."""
         self.specs.append(spec)
         return lambda *arguments: None
 
 
 class _TileNotes(TorchDispatchMode):
-    """Plans each grouped GEMM that is called in its block, and notes the tiles for each GPU."""
+    """Plans each grouped GEMM that is called in its block, and records the tiles for each GPU."""
 
     def __init__(self, arch: str) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _TileNotes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func.namespace == "grouped":
-            # The tensor subclass calls the ops of ``cute_kernels``, which come here in turn.
+            # The tensor subclass calls ops of ``cute_kernels``, which are dispatched here, too.
             return NotImplemented
         kwargs = kwargs or {}
         if func.namespace == "cute_kernels":
@@ -118,7 +118,7 @@ class _TileNotes(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan the op on tensors of the same metadata without data, and note its tiles."""
+        """Plan the op on tensors of the same metadata without data, and record its tiles."""
         name = func.__name__.partition(".")[0].removesuffix("_out")
         op_class = OPS_BY_OVERLOAD.get(getattr(torch.ops.cute_kernels, name).default)
         if op_class is None or not issubclass(op_class, GroupedGemm):
@@ -189,7 +189,7 @@ def _layer(record: Record, meter: Meter) -> tuple[Case, Run]:
     """Return the case and the call of a pass of a layer, or of a mixture of experts."""
     case = record.case
     sizes = ("", case["experts"], case["hidden"], case["intermediate"])
-    is_cached, recompute = "weight kept" in record.contender, "recompute" in record.contender
+    is_cached, recompute = "cached weight" in record.contender, "recompute" in record.contender
     recipe = getattr(grouped.recipes, record.format)()
     work: Callable[..., LayerWork]
     if "top_k" in case:
@@ -236,7 +236,7 @@ def why_skipped(record: Record) -> str:
 
 
 def _recorded(record: Record, meter: Meter) -> tuple[Case, Run | None]:
-    """Return the case of a record and its call; None for fused calls, which always run."""
+    """Return the case of a record and its call, or None for fused calls, which always run."""
     case = record.case
     if "product" in case:
         model, layer = str(case.get("model", "")), str(case.get("layer", ""))
@@ -265,7 +265,7 @@ def choose(records: Iterable[Record], arch: str) -> dict[str, Choices]:
     """Return the tiles that the GEMMs of all cases have on the GPUs of an architecture.
 
     Args:
-        records: recorded cases, added to those of the suite ``gemm`` and to the fused calls.
+        records: Recorded cases, added to those of the suite ``gemm`` and to the fused calls.
         arch: ``"sm_90a"`` or ``"sm_100a"``.
 
     Returns:

@@ -131,7 +131,7 @@ def layer_work(
 
     Args:
         case: Case of a record of the suites ``layer`` and ``moe``.
-        contender: Name of the contender. ``", weight kept"`` means that weights were quantized
+        contender: Name of the contender. ``", cached weight"`` means that weights were quantized
             before.
         recipe: Name of the recipe.
         seed: Seed of the routing.
@@ -156,7 +156,7 @@ def layer_work(
             products.append(
                 _Products(tokens, 1, 1, ((2 * shared, hidden), (hidden, shared)), **quantized)
             )
-    trains, quantizes = "backward" in case["pass"], not contender.endswith("weight kept")
+    trains, quantizes = "backward" in case["pass"], not contender.endswith("cached weight")
     # The experts alone return results and gradients by row, a mixture by token.
     results = tokens if is_mixture else rows
     x = tokens * hidden
@@ -200,7 +200,7 @@ def _chances(biases: Sequence[float], top_k: int) -> list[float]:
 
 
 def work_of(fields: Mapping[str, Any]) -> Work | None:
-    """Return the work of a record by its fields; None if it is not a pass of a layer."""
+    """Return the work of a record by its fields, or None if it is not a pass of a layer."""
     suite, case = fields["suite"], fields["case"]
     if suite not in ("layer", "moe") and not (suite == "counts" and "pass" in case):
         return None

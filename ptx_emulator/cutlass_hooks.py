@@ -182,7 +182,7 @@ def _is_emulated(compiled: Any) -> bool:
 
 
 def _run(call: Callable[[], Any]) -> Any:
-    """Call into emulated host code; a failure of the emulator becomes an ``EmulatorError``."""
+    """Call into emulated host code. A failure of the emulator becomes an ``EmulatorError``."""
     with engine.exclusive():
         engine.clear_error()
         try:

@@ -9,4 +9,4 @@ class EmulatorError(RuntimeError):
 
 
 class BuildError(RuntimeError):
-    """The engine could not be compiled; the message says what to install."""
+    """The engine could not be compiled. The message says what to install."""

@@ -91,7 +91,7 @@ def statements(body: str, line: int) -> Iterator[Statement]:
 
 
 def literal(text: str) -> int | None:
-    """Return the bits of a literal, or None if ``text`` is none; a decimal float is an f32."""
+    """Return the bits of a literal, or None if ``text`` is none. A decimal float is an f32."""
     if _FLOAT_BITS.fullmatch(text):
         return int("0x" + text[2:], 0)
     if _INTEGER.fullmatch(text):

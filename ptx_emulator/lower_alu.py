@@ -17,7 +17,7 @@ _TENSOR_MAP_ADDRESS_BITS = (1 << 57) - 16
 
 
 def _and(op: Opcode, operands: list[str]) -> None:
-    """Lower ``and``; the mask of a tensor map's address gets a check of the address."""
+    """Lower ``and``. The mask of a tensor map's address gets a check of the address."""
     is_address = op.types == ["b64"] and literal(operands[-1]) == _TENSOR_MAP_ADDRESS_BITS
     op.emit("TMAP_ADDRESS" if is_address else "AND", operands)
 

@@ -128,7 +128,7 @@ class KernelBuilder:
         self._scopes.pop()
 
     def declare_registers(self, type_name: str, names: str) -> None:
-        """``.reg .type a, b<n>``."""
+        """Declare the registers of ``.reg .type a, b<n>``."""
         for name in (n.strip() for n in names.split(",")):
             m = _REGISTER_RANGE.fullmatch(name)
             count = int(m.group(2)) if m else 1
@@ -153,7 +153,7 @@ class KernelBuilder:
         return match[0] if match else None
 
     def register_type(self, name: str) -> str:
-        """Return the type of a register, negated or not; empty if ``name`` is not a register."""
+        """Return the type of a register, negated or not, or '' if ``name`` is not a register."""
         match = self._find_register(name.lstrip("! "))
         return match[1].type if match else ""
 
@@ -280,7 +280,7 @@ class KernelBuilder:
         self.text.append(" ".join(self.statement.split()))
 
     def finish(self, name: str, param_offset: list[int], param_size: list[int]) -> Kernel:
-        """Resolve labels and the dynamic shared memory; return the kernel."""
+        """Resolve labels and the dynamic shared memory, and return the kernel."""
         self.statement = "ret"
         self.emit("EXIT")
         for index, label, scope in self._branches:

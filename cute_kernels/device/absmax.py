@@ -19,7 +19,7 @@ _NAN = {False: "", True: ".NaN"}
 
 
 def fmax(a: Float32, b: Float32, nan: bool = False) -> Float32:
-    """Return the larger number; a NaN is dropped, or with ``nan`` returned."""
+    """Return the larger number. A NaN is dropped, or with ``nan`` returned."""
     return asm(f"max{_NAN[nan]}.f32 $0, $1, $2;", [Float32], [a, b])
 
 

@@ -9,8 +9,8 @@ change a bit of the result. sm_100a computes two numbers per instruction.
   to subnormal numbers: 2^n is 2 * 2^(n - 1), whose bits are those of z alone.
 - Clamps of the argument replace those of its factor. If they differ, the other factor is 0.
 - r is kept as -r, so that no argument is negated.
-- For sums below 2^126, one Newton step turns an approximate reciprocal into the rounded one. That
-  is what ``rcp.rn`` does behind a branch. Branches prevent the GPU from working on several numbers
+- For sums below 2^126, one Newton step turns an approximate reciprocal into the rounded one.
+  ``rcp.rn`` does the same after a branch. Branches prevent the GPU from working on several numbers
   side by side.
 """
 
@@ -42,7 +42,7 @@ class _CurveValue(NamedTuple):
     Attributes:
         value: f(x).
         slope: A function that emits the instructions of f'(x); only gradients call it.
-        factor: The number that x, or min(x, limit), is multiplied with to give f(x); None for
+        factor: The number that x, or min(x, limit), is multiplied with to give f(x). None for
             curves without such a factor.
     """
 
@@ -140,8 +140,10 @@ class _CurveFamily(NamedTuple):
 
     Attributes:
         formula: Emits a curve: (builder, activation, x, quick, sigmoid or None) -> _CurveValue.
-        has_sigmoid: There is a faster formula for moderate arguments. Callers may pass the sigmoid.
-        has_factor: f(x) is a multiple of x, so bf16 inputs can look the factor up in a table.
+        has_sigmoid: True if there is a faster formula for moderate arguments. Callers may pass the
+            sigmoid.
+        has_factor: True if f(x) is a multiple of x, so bf16 inputs can look the factor up in a
+            table.
     """
 
     formula: Callable[..., _CurveValue]
@@ -239,9 +241,9 @@ def activated(
         arch: ``"sm_90a"`` or ``"sm_100a"``.
         inputs: Lists of equal length: x, or A and B of a gated activation. Then, for gradients, the
             gradient of the result. Then, with ``has_sigmoid``, the sigmoids.
-        quick: No x or A exceeds ``quick_bound`` in magnitude, except NaN.
+        quick: True if no x or A exceeds ``quick_bound`` in magnitude, except NaN.
         with_value: For gradients, also compute the activation.
-        has_sigmoid: The caller passes the sigmoids as the last input.
+        has_sigmoid: True if the caller passes the sigmoids as the last input.
 
     Returns:
         Lists as long as the inputs: the gradients (of A, then of B, if gated), then the values.

@@ -38,7 +38,7 @@ def group_start(offs: cute.Tensor, group: Int32, num_rows: Int32) -> Int32:
 
 @dataclasses.dataclass(frozen=True)
 class GroupCursor:
-    """Division of the rows of a matrix into groups; a trace-time object.
+    """Division of the rows of a matrix into groups, as a trace-time object.
 
     Attributes:
         offs: (G,) int32 end rows, or None for uniform groups.
@@ -126,7 +126,7 @@ class GroupCursor:
         return start // TILE_ROWS + group, start, end
 
     def end_row(self) -> Int32:
-        """Return the end of the last group; the rows from there on are the tail."""
+        """Return the end of the last group. The rows from there on are the tail."""
         if self.offs is None:
             return self.num_rows
         return group_end(self.offs, self.num_groups - 1, self.num_rows)

@@ -44,7 +44,7 @@ def transform_words(words: Sequence[Uint32], arch: str) -> list[Uint32]:
 
 
 def undo(numbers: Sequence[Float32]) -> list[Float32]:
-    """Return the numbers whose transform are the 16 ``numbers`` of a column."""
+    """Invert the transform of the 16 ``numbers`` of a column."""
     summed = _stages([_quarter(x) for x in numbers], "sm_90a", _HALF)
     return [x if sign > 0 else -x for x, sign in zip(summed, _SIGNS, strict=True)]
 
@@ -89,7 +89,7 @@ def _op(name: str, arch: str, *operands: Any) -> Any:
 
 
 def _constant(number: float, arch: str) -> Any:
-    """Return a number for ``_op``; the high half of its bits must not be zero."""
+    """Return a number for ``_op``. The high half of its bits must not be zero."""
     if not get_arch(arch).has_f32x2:
         return Float32(number)
     bits = 0x3E800000 | (number < 0) << 31

@@ -33,7 +33,7 @@ def env_stream() -> Any:
 
 
 class GridKernel:
-    """Base of kernels whose CTAs take items in turn.
+    """Base class of kernels whose CTAs loop over items.
 
     The compiled function takes the arguments of ``kernel``, the number of SMs and a stream.
 

@@ -75,7 +75,7 @@ def store_global(address: Int64, values: Sequence[Uint32]) -> None:
 
 
 def store_global_pair(address: Int64, offset: int, value: Uint64) -> None:
-    """Store two words ``offset`` bytes behind an aligned global address."""
+    """Store two words ``offset`` bytes after an aligned global address."""
     asm_volatile(f"st.global.b64 [$0+{offset}], $1;", [address, value])
 
 
@@ -157,13 +157,13 @@ def wait_each(mbar: cute.Pointer, parity: Int32) -> None:
 
 
 def copy_async(shared: Int32, source: Int64, is_valid: Any) -> None:
-    """Start a copy of 16 bytes to shared memory; it writes zeros unless ``is_valid``."""
+    """Start a copy of 16 bytes to shared memory. It writes zeros unless ``is_valid``."""
     size = Int32(select(is_valid, Uint32(16), Uint32(0)))
     asm_volatile("cp.async.cg.shared.global [$0], [$1], 16, $2;", [shared, source, size])
 
 
 def bulk_load(shared: Int32, source: Int64, num_bytes: Int32, mbar: cute.Pointer) -> None:
-    """Start a bulk copy from global to shared memory; its bytes count on ``mbar``.
+    """Start a bulk copy from global to shared memory. Its bytes count on ``mbar``.
 
     Every calling thread starts one copy. Addresses and size are multiples of 16 bytes.
     """

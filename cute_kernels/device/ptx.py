@@ -48,7 +48,7 @@ def asm(text: str, results: Sequence[type], operands: Sequence[Any]) -> Any:
 
 
 def asm_volatile(text: str, operands: Sequence[Any]) -> None:
-    """Emit PTX that reads or writes memory and returns nothing; it is never moved or dropped."""
+    """Emit PTX that reads or writes memory and returns nothing. It is never moved or dropped."""
     llvm.inline_asm(
         None,
         [v.ir_value() for v in operands],

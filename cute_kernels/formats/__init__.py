@@ -1,6 +1,6 @@
 """Low-precision formats: one record per format states what the bytes of a quantized tensor mean.
 
-This is the only package that spells out block sizes and maxima; all other code asks a record.
+Only this package states block sizes and maxima. All other code reads them from a record.
 """
 
 from ..deprecation import deprecated_attributes
@@ -45,3 +45,7 @@ __all__ = [
 ]
 
 __getattr__ = deprecated_attributes(__name__, {"SecondLevel": "cute_kernels.formats:GlobalScale"})
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

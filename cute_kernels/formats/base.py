@@ -37,7 +37,7 @@ class ElementType:
 
     @property
     def per_byte(self) -> int:
-        """Number of elements in one byte; the element of even index is in the low bits."""
+        """Number of elements in one byte. The element of even index is in the low bits."""
         return 8 // self.bits
 
     @property
@@ -98,8 +98,8 @@ class GlobalScale:
         per: ``"group"`` for one scale per group, ``"row"`` for one scale per row.
         buffers: Names of the vectors that are stored for it. The first one decodes.
         factor: Multiplier of the first vector when it decodes, rounded to fp32.
-        is_shared: True if both directions read the same vectors; otherwise each direction has
-            vectors of its own.
+        is_shared: True if both directions read the same vectors; otherwise each direction has its
+            own vectors.
     """
 
     per: Literal["group", "row"]
@@ -174,6 +174,8 @@ class Format(Record, abc.ABC):
             delattr(cls, old)
             # ``dataclass`` reads the attribute of each annotation.
             cls.__dict__.get("__annotations__", {}).pop(old, None)
+        if "columnwise" in cls.__dict__:
+            check_choice("columnwise", cls.columnwise, ("transposed", "untransposed"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -204,7 +206,7 @@ class Format(Record, abc.ABC):
     @property
     @abc.abstractmethod
     def global_scale(self) -> GlobalScale | None:
-        """Global scale of the rowwise copy; None if the format has none."""
+        """Global scale of the rowwise copy, or None if the format has none."""
 
     @property
     def columnwise_global_scale(self) -> GlobalScale | None:
@@ -213,7 +215,7 @@ class Format(Record, abc.ABC):
         return scale and dataclasses.replace(scale, per="group")
 
     def global_scale_for(self, columnwise: bool) -> GlobalScale | None:
-        """Return the global scale of one direction; None if the format has none."""
+        """Return the global scale of one direction, or None if the format has none."""
         return self._global_scales[1 if columnwise else 0]
 
     @property
@@ -233,7 +235,7 @@ class Format(Record, abc.ABC):
 
     @property
     def decoder_kind(self) -> Literal["nibbles", "bytes"] | None:
-        """Decoder that turns codes into bf16 or fp16 numbers in kernels; None if there is none.
+        """Decoder that turns codes into bf16 or fp16 numbers in kernels, or None if there is none.
 
         ``"nibbles"`` decodes E2M1 codes with E4M3 scales of 16 elements, ``"bytes"`` decodes
         one-byte codes with scales of any kind.
@@ -248,7 +250,7 @@ class Format(Record, abc.ABC):
 
     @property
     def has_given_scale(self) -> bool:
-        """True if the caller gives the scale of each group; otherwise it follows from the amax."""
+        """True if the caller gives the scale of each group. Otherwise it follows from the amax."""
         return False
 
     @property
@@ -301,7 +303,7 @@ class Format(Record, abc.ABC):
     def is_transformed(self) -> bool:
         """True if the columnwise copy quantizes a transform of the values along a group's rows.
 
-        The copy then has amaxes of its own, contains whole blocks of a group's rows, and can be
+        The copy then has its own amaxes, contains whole blocks of a group's rows, and can be
         made from bf16 values only. A GEMM that reduces over these rows needs both operands to have
         the same transform.
         """
@@ -315,7 +317,7 @@ class Format(Record, abc.ABC):
         return self._buffer_names[1 if columnwise else 0]
 
     def operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        """Return the buffers of one direction that decode: of the global scale only the first."""
+        """Return the names of the buffers that decoding reads. It reads one of the global scale."""
         return self._operand_names[1 if columnwise else 0]
 
 
@@ -355,7 +357,7 @@ RECORDS: dict[str, type[Format]] = {}
 
 
 def record(cls: FormatClass) -> FormatClass:
-    """Register a record class, so that ``parse`` can construct it; a class decorator."""
+    """Decorate a record class, so that ``parse`` can construct it."""
     check_choice("columnwise", cls.columnwise, ("transposed", "untransposed"))
     RECORDS[cls.name] = cls
     return cls

@@ -149,6 +149,6 @@ class NVFP4(Format):
 
     @property
     def global_scale(self) -> GlobalScale:
-        """Amax of each group or row; a value is code * scale * (amax / tensor_max)."""
+        """Amax of each group or row. A value is code * scale * (amax / tensor_max)."""
         assert self.e4m3_max is not None
         return _GLOBAL_SCALES[self.row_scaled, self.e4m3_max]

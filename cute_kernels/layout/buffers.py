@@ -33,7 +33,7 @@ class BufferSpec(NamedTuple):
     Attributes:
         shape: Shape.
         dtype: Dtype.
-        pitch: Number of elements from one row to the next; None if contiguous.
+        pitch: Number of elements from one row to the next. None if contiguous.
         zeroed: True if a fresh tensor reads as zeros where the op does not write. Otherwise
             unwritten elements are unspecified (the reference backend gives zeros there, too).
     """
@@ -119,7 +119,7 @@ def buffers(
         vector of the global scale has one number per group or per row.
 
         With ``shapes`` every buffer is flat: the members are consecutive, as in
-        ``member_spans``. The capacity does not count.
+        ``member_spans``. Their sizes do not depend on the capacity.
     """
     if shapes is not None:
         spans = member_spans(fmt, shapes, rowwise=rowwise, columnwise=columnwise)

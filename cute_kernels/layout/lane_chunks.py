@@ -1,4 +1,4 @@
-"""Order and scale of FP4 operands in fp16 or bf16 instructions of sm_90a; both affect bits of sums.
+"""Order and scale of FP4 operands in fp16 or bf16 instructions of sm_90a. Both affect bits of sums.
 
 - K is divided into chunks of ``DECODED_CHUNK_K``, padded with zeros. Instruction ``4 p + 2 w + h``
 of a chunk

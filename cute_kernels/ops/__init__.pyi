@@ -25,19 +25,19 @@ def adamw_quantize(
     scale: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> None:
-    """Take a step of AdamW on an fp32 master weight, and quantize the result; all in place.
+    """Take a step of AdamW on an fp32 master weight, and quantize the result. All in place.
 
     ``numbers`` are lr, power1, power2, scale and found_inf. power1 and power2 are beta1 and beta2
     to the power of the step. scale divides gradients, and is negative to maximize. found_inf = 1
     leaves master and moments unchanged. Let fl() be one rounding to fp32 and fma() one rounding of
     a product and a sum, as nvcc compiles the fused kernel of PyTorch 2.13:
 
-      g = fl(grad / scale)
-      p = fma(-fl(lr * weight_decay), p, p), unless weight_decay is 0
-      m = fma(beta1, m, fma(-beta1, g, g))
-      v = fma(beta2, v, fma(-beta2, fl(g * g), fl(g * g)))
-      p = fl(p - fl(fl(fl(lr / fl(1 - power1)) * m)
-                    / fl(fl(fl(sqrt(v)) / fl(sqrt(fl(1 - power2)))) + eps)))
+        g = fl(grad / scale)
+        p = fma(-fl(lr * weight_decay), p, p), unless weight_decay is 0
+        m = fma(beta1, m, fma(-beta1, g, g))
+        v = fma(beta2, v, fma(-beta2, fl(g * g), fl(g * g)))
+        p = fl(p - fl(fl(fl(lr / fl(1 - power1)) * m)
+                      / fl(fl(fl(sqrt(v)) / fl(sqrt(fl(1 - power2)))) + eps)))
 
     This takes one kernel; two if groups have amaxes, the first of which computes the amaxes of
     the new p.
@@ -120,17 +120,17 @@ def delayed_scaling_update(
     algorithm: str = "max",
     skip_nonfinite: bool = False,
 ) -> None:
-    """Roll the amax history of each slot, and compute its next scale; both in place.
+    """Roll the amax history of each slot, and compute its next scale. Both in place.
 
     A slot is a column of the history: one group of one tensor. For each slot, with fl() one
     rounding to fp32 (TransformerEngine's fused update):
 
-      last = amax if it is given and not 0, else history[0]
-      if last != 0:
-        history = (history[1], ..., history[L-1], last)
-        A = max(history) ignoring NaN, or last for "most_recent"
-        if A is finite and A > 0: scale = min(fl(fl(FP8_MAX * 2^-margin) / A), FMAX)
-        history[0] = 0
+        last = amax if it is given and not 0, else history[0]
+        if last != 0:
+          history = (history[1], ..., history[L-1], last)
+          A = max(history) ignoring NaN, or last for "most_recent"
+          if A is finite and A > 0: scale = min(fl(fl(FP8_MAX * 2^-margin) / A), FMAX)
+          history[0] = 0
 
     So the largest of the last L amaxes counts. If ``last`` is 0, the slot was not used in this
     step, and nothing changes. An infinite A keeps the scale until the infinity has left the
@@ -362,11 +362,11 @@ def m_grouped_gemm(
             which have no dtype to follow.
         a_scales: The other tensors of the copy of ``a`` (``Format.operand_names``), such as its
             block scales and global scale. None if ``a`` is plain.
-        b_scales: The other tensors of the copy of ``b``, likewise.
+        b_scales: The other tensors of the copy of ``b``, as for ``a``.
         a_format: Text of the format of ``a``. None if it is plain.
         b_format: Text of the format of ``b``. None if it is plain.
-        prepacked: ``b`` has the bit order of ``cute_kernels.prepack``. Kernels for sm_90a and the
-            reference support that.
+        prepacked: True if ``b`` has the bit order of ``cute_kernels.prepack``. Kernels for sm_90a
+            and the reference support that.
         accumulation: How a tensor core adds products of operands without block scales (FP8). "fast"
             adds all of K in one accumulator. "split" uses a fresh accumulator every 128 of K, and
             adds each to an fp32 sum. The default is "fast" for fprop and "split" for dgrad. The
@@ -531,8 +531,8 @@ def moe_activate(
         x: (R, W) bf16, fp16 or fp32; W = 2 N for a gated activation.
         activation: Text of the activation, as for ``grouped_quantize``.
         offs: (G,) int32. End rows: rows from the last one on are neither read nor written.
-        interleaved: The columns of a gated activation's two inputs alternate, A first, instead of
-            forming halves [A | B].
+        interleaved: True if the columns of a gated activation's two inputs alternate, A first,
+            instead of forming halves [A | B].
 
     Returns:
         (R, N).
@@ -591,7 +591,7 @@ def moe_combine(
     Args:
         h: (R, H) bf16, fp16 or fp32.
         row: (T, k) int32, without repetitions; invalid rows are skipped.
-        weight: (T, k) fp32; None for ones.
+        weight: (T, k) fp32. None for ones.
         out_dtype: Dtype of ``y``; by default the dtype of ``h``.
 
     Returns:
@@ -695,7 +695,7 @@ def moe_route(
         factor: Factor of the weights, applied last.
 
     Returns:
-        weights (T, k) fp32; ids (T, k) int64, the best first, -1 for tokens from ``end`` on; and
+        Weights (T, k) fp32; ids (T, k) int64, the best first, -1 for tokens from ``end`` on; and
         scores (T, E) fp32. Differentiable in the logits, given gradients of weights and scores.
 
     Defined by:

@@ -17,7 +17,7 @@ def dense(x: Tensor | None) -> Tensor | None:
 
 
 def aligned(x: Tensor | None, alignment: int) -> Tensor | None:
-    """Return a contiguous operand, copied if its address is no multiple of ``alignment`` bytes."""
+    """Return a contiguous operand, copied if its address is not aligned to ``alignment`` bytes."""
     return x if x is None or x.data_ptr() % alignment == 0 else x.clone()
 
 

@@ -149,7 +149,7 @@ def check_inverse(inverse: Tensor | None, rows: Tensor | None, name: str, x: Ten
     """Check that ``inverse``, if given, is (T, k) int32 for the T rows of ``x``."""
     if inverse is not None:
         if rows is None:
-            raise ValueError("inverse is that of rows: give both")
+            raise ValueError("inverse is the inverse of rows: pass both")
         check_tensor("inverse", inverse, dtypes=(torch.int32,), shape=(x.shape[0], None))
         same_device(name, x.device, inverse=inverse)
 
@@ -160,7 +160,7 @@ def check_rows(rows: Tensor, name: str, x: Tensor) -> None:
     check_tensor(name, x, ndim=(2,))
     same_device(name, x.device, rows=rows)
     if rows.shape[0] and not x.shape[0]:
-        raise ValueError(f"rows must be empty, for {name} has no rows")
+        raise ValueError(f"rows must be empty, because {name} has no rows")
 
 
 def check_seed(seed: Tensor | None, fmt: Format, argument: str, device: torch.device) -> None:
@@ -170,11 +170,11 @@ def check_seed(seed: Tensor | None, fmt: Format, argument: str, device: torch.de
     """
     if not fmt.is_stochastic:
         if seed is not None:
-            raise ValueError(f"seed is of stochastic rounding, which {fmt.text} does not have")
+            raise ValueError(f"seed is for stochastic rounding, which {fmt.text} does not have")
         return
     if seed is None:
         raise ValueError(
-            f"seed is missing: {fmt.text} rounds by random bits, (2,) int64 seeds them"
+            f"seed is missing: {fmt.text} rounds stochastically and needs a (2,) int64 seed"
         )
     check_tensor("seed", seed, dtypes=(torch.int64,), shape=(2,))
     same_device(argument, device, seed=seed)
@@ -202,7 +202,7 @@ def check_input(
     """
     if shapes is not None:
         if offs is not None:
-            raise ValueError("offs and shapes are both given: groups are cut by one of them")
+            raise ValueError("offs and shapes are both given: pass only one of them")
         check_tensor(f"{name} with shapes", x, dtypes=INPUT_DTYPES, ndim=(1,))
         return
     check_tensor(name, x, dtypes=INPUT_DTYPES, ndim=(3,) if offs is None else (2,))

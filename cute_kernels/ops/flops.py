@@ -11,8 +11,8 @@ def register_flops(namespace: Any, count: Callable[..., int], *names: str) -> No
 
     Args:
         namespace: ``torch.ops.cute_kernels`` or ``torch.ops.grouped``.
-        count: returns the number of operations. It takes the arguments of an op, and its result as
+        count: Returns the number of operations. It takes the arguments of an op, and its result as
             ``out_val``.
-        *names: names of the ops in ``namespace``.
+        *names: Names of the ops in ``namespace``.
     """
     flop_registry.update(dict.fromkeys((getattr(namespace, name) for name in names), count))

@@ -36,7 +36,7 @@ def check_transforms(a: Format | None, b: Format | None) -> None:
     """Check that the transforms of the columnwise copies that are read cancel each other.
 
     Args:
-        a: Format of A; None if it is plain, or if its rowwise copy is read, which has no transform.
+        a: Format of A. None if it is plain, or if its rowwise copy is read, which has no transform.
         b: Format of B, or None.
     """
     transformed = [fmt is not None and fmt.is_transformed for fmt in (a, b)]

@@ -13,7 +13,9 @@ from torch import Tensor
 def pairs(shapes: Sequence[int]) -> list[tuple[int, int]]:
     """Return (m, n) of each member."""
     if len(shapes) % 2:
-        raise ValueError(f"shapes must be m and n of each member in turn, got {len(shapes)} sizes")
+        raise ValueError(
+            f"shapes must be pairs of m and n, one per member, got {len(shapes)} sizes"
+        )
     return list(zip(shapes[::2], shapes[1::2], strict=True))
 
 
@@ -32,7 +34,7 @@ def check_shapes(shapes: Sequence[tuple[int, int]], capacity: int, multiple: int
         why: Reason for the multiple, for the message.
 
     Raises:
-        ValueError: There is no member, or a member breaks a rule.
+        ValueError: There is no member, or a member is invalid.
     """
     if not shapes:
         raise ValueError("shapes must have at least one member, got none")

@@ -87,7 +87,7 @@ class Op(abc.ABC):
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raise ValueError or TypeError for arguments that break a rule."""
+        """Raise ValueError or TypeError for invalid arguments."""
 
     @property
     def num_rows(self) -> int:
@@ -96,7 +96,7 @@ class Op(abc.ABC):
         return operand.shape[0]
 
     def check_values(self) -> None:
-        """Raise ValueError for values of CPU tensors that break a rule.
+        """Raise ValueError for invalid values of CPU tensors.
 
         This runs in every call, since a plan does not depend on values.
         """
@@ -113,7 +113,7 @@ class Op(abc.ABC):
         """Compute into ``outputs`` with the reference backend.
 
         Args:
-            outputs: buffers of zeros, or the caller's tensors.
+            outputs: Buffers of zeros, or the caller's tensors.
             **options: ``tensor_core`` of the backend, and ``accumulate``.
         """
 
@@ -138,8 +138,8 @@ class Op(abc.ABC):
         """Check the arguments and choose kernels, equally for all calls with this metadata.
 
         Args:
-            backend: where the call runs.
-            wrap_launcher: applied to the launcher, for instance to record launches.
+            backend: Where the call runs.
+            wrap_launcher: Applied to the launcher, for instance to record launches.
         """
         self.check()
         self.require(backend)

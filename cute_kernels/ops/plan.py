@@ -62,9 +62,9 @@ class CallPlan:
         A target that kernels cannot address is computed in a copy, then copied back.
 
         Args:
-            op: the call.
-            targets: tensors of the shapes and dtypes of ``outputs``.
-            **options: options of the ``_out`` form, such as ``accumulate``.
+            op: The call.
+            targets: Tensors of the shapes and dtypes of ``outputs``.
+            **options: Options of the ``_out`` form, such as ``accumulate``.
         """
         buffers = [
             t if _is_writable(t, spec, self._alignment) else _copy(t, spec)

@@ -132,7 +132,7 @@ def register(cls: type[Op]) -> type[Op]:
         for name, t in op.tensors().items() if cls.accumulates else ():
             if t.data_ptr() == outputs[0].data_ptr() != 0:
                 raise ValueError(f"{cls.name}_out: out must not lie where {name} does")
-        # Nothing else tells autograd, which may have saved an output for a backward pass.
+        # Autograd may have saved an output for a backward pass, and is informed only here.
         increment_version(outputs)
         with torch.no_grad():
             plan.compute_into(op, outputs, **options)
@@ -166,7 +166,7 @@ def register_inplace(cls: type[Op]) -> type[Op]:
         arguments = [getattr(op, name) for name in cls.written]
         outputs = [t for arg in arguments for t in (arg if isinstance(arg, list) else [arg])]
         refuse_derivatives(cls.name, op.tensors().items(), remedy)
-        # Nothing else tells autograd, which may have saved an output for a backward pass.
+        # Autograd may have saved an output for a backward pass, and is informed only here.
         increment_version(outputs)
         with torch.no_grad():
             plan.compute_into(op, outputs)

@@ -91,7 +91,7 @@ def _launcher(cls: type[Op]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check the stub; return the exit status."""
+    """Write or check the stub and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m cute_kernels.ops.stub", description=(__doc__ or "").partition("\n")[0]
     )

@@ -9,9 +9,9 @@ from .conversions import mark_nan
 
 
 def absmax(x: Tensor, dim: int = -1, *, nan: bool = False) -> Tensor:
-    """Return the largest |x| along ``dim``, fp32; 0 for an empty slice.
+    """Return the largest |x| along ``dim``, fp32, or 0 for an empty slice.
 
-    It ignores NaN, as the hardware's ``max`` does; with ``nan`` it keeps NaN, as ``max.NaN`` does.
+    It ignores NaN, as the hardware's ``max`` does. With ``nan`` it keeps NaN, as ``max.NaN`` does.
     """
     if x.shape[dim] == 0:
         return x.new_zeros(x.shape[:dim] + x.shape[dim:][1:], dtype=torch.float32)

@@ -19,7 +19,7 @@ from .scales import linear_row_scales, linear_scales, tile_view
 def dequantize(
     groups: Groups, fmt: Format, copy: Sequence[Tensor], columnwise: bool, out: Tensor
 ) -> None:
-    """Decode one direction into ``out``; rows of the tail are not written.
+    """Decode one direction into ``out``, except for rows of the tail.
 
     The transform of a transformed copy is undone in fp32, before the only rounding. ``copy`` has
     the buffers of the direction that decode, in the order of ``fmt.operand_names``.

@@ -83,7 +83,7 @@ class AccumulationModel(NamedTuple):
     Attributes:
         tensor_core: Architecture whose tensor core defines the bits. None without a tensor core.
         decoded: Operand that kernels for sm_90a decode in registers, if one is NVFP4.
-        split: FP8 without block scales moves its sums to fp32 every 128 of K.
+        split: True if FP8 without block scales moves its sums to fp32 every 128 of K.
     """
 
     tensor_core: str | None = None
@@ -203,7 +203,7 @@ def _add_pow2_scaled(partial: Tensor, scales: tuple[Tensor, Tensor], total: Tens
 
 
 def _block_scaled_or_promoted(a: Rows, b: Rows, adder: AccumulationModel) -> Tensor:
-    """Let the tensor core apply power-of-two scales; promote partial sums otherwise."""
+    """Let the tensor core apply power-of-two scales. Otherwise promote partial sums."""
     return (_block_scaled if _have_powers(a, b) else _promoted)(a, b, adder)
 
 
@@ -239,7 +239,7 @@ def _zeros(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _cut_at_one(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Split values into those of at least 1 and the others; each tensor has zeros elsewhere."""
+    """Split values into those of at least 1 and the others. Each tensor has zeros elsewhere."""
     finite = values.nan_to_num(0.0, 0.0, 0.0)
     small = finite.masked_fill(finite.abs() >= 1, 0.0)
     return finite - small, small
@@ -293,7 +293,7 @@ def _hopper(activations: Tensor, decoded: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor_core_gemm("sm_90a", a_operand.to(dtype), b_operand.to(dtype)) / scale
 
 
-#: By tensor core and element of the block scales; None without them.
+#: By tensor core and element of the block scales, or None without them.
 _DOTS: dict[
     tuple[str | None, ElementType | None], Callable[[Rows, Rows, AccumulationModel], Tensor]
 ] = {

@@ -17,7 +17,7 @@ class Elements:
 
     Args:
         x: Plain tensor.
-        activation: Activation to apply; None for none.
+        activation: Activation to apply. None for none.
         rounds_activation: Round the result of the activation to the dtype of ``x``
             (``Format.rounds_activation``).
 
@@ -47,7 +47,7 @@ class Elements:
         return activated.to(self.dtype).float() if self._rounds_activation else activated
 
     def absmax(self, *, nan: bool = False) -> Tensor:
-        """Return (rows,) fp32, the amax of each row; it ignores NaN, or keeps it with ``nan``."""
+        """Return (rows,) fp32, the amax of each row. It ignores NaN, or keeps it with ``nan``."""
         if self._activation is None:
             return absmax(self._x, nan=nan)
         maxima = [absmax(self.take(rows), nan=nan) for rows in slices(self.rows, self._x.shape[1])]

@@ -70,10 +70,10 @@ def m_grouped_gemm(
             blocks along K. The padding of a copy past K is left out.
         groups: Positions of the groups.
         out: (T, N). Any floating dtype.
-        transpose_b: contract over the second dimension of a plain B.
+        transpose_b: Contract over the second dimension of a plain B.
         alpha: (G,) fp32.
         bias: (G, N).
-        accumulate: add to what ``out`` holds.
+        accumulate: Add to what ``out`` holds.
         tensor_core: None, or the architecture whose tensor core gives the accumulator's bits.
         split: True adds partial sums to fp32 sums every 128 of K. It affects only operands
             without block scales, on tensor cores for which it changes the bits.

@@ -87,7 +87,7 @@ class Groups:
         """Return the slot tiles that belong to a group.
 
         Returns:
-            tile (U,), group (U,) and row (U, 128), all int64. ``row`` is the matrix row in each
+            Tile (U,), group (U,) and row (U, 128), all int64. ``row`` is the matrix row in each
             slot row, or -1 in the padding of a group's last tile.
         """
         device = self.starts.device

@@ -17,8 +17,8 @@ class Rows(NamedTuple):
 
     Attributes:
         codes: (R, K) codes, packed if they share bytes; or plain values.
-        fmt: Format; None if plain.
-        scales: (R, ceil(K / block)) stored block scales; None if there are none.
+        fmt: Format. None if plain.
+        scales: (R, ceil(K / block)) stored block scales. None if there are none.
     """
 
     codes: Tensor
@@ -142,7 +142,7 @@ class Operand(NamedTuple):
 
 
 def _picked(x: Tensor, index: Tensor) -> Tensor:
-    """Return rows by an index; zeros if the row does not exist."""
+    """Return rows by an index, with zeros for rows that do not exist."""
     raw = x.view(torch.uint8) if x.itemsize == 1 else x
     padded = torch.cat([raw, raw.new_zeros(1, *raw.shape[1:])])
     return padded[torch.where((index >= 0) & (index < len(x)), index, len(x))].view(x.dtype)

@@ -51,15 +51,15 @@ def quantize(
 ) -> None:
     """Quantize groups of elements into the buffers of one or both directions.
 
-    ``out`` has the buffers of the requested directions by the names of ``layout.buffers``. Inputs
-    in ``inputs`` are used instead of computed.
+    ``out`` has the buffers of the requested directions by the names of ``layout.buffers``. Amaxes,
+    scales and random numbers in ``inputs`` are used instead of being computed.
     """
     codec = codec_of(fmt, elements.dtype)
     rowwise, columnwise = (_named(fmt, out, direction) for direction in (False, True))
     if rowwise and groups.is_uniform:
         rowwise = rows_first(rowwise)
     if fmt.global_scale is None:
-        # No one needs amaxes of whole rows, which take a pass over all elements.
+        # Amaxes of whole rows would take a pass over all elements, and are not needed.
         per_row = torch.zeros(1, dtype=torch.float32, device=elements.device).expand(elements.rows)
     else:
         per_row = elements.absmax(nan=fmt.amaxes_keep_nan)

@@ -76,7 +76,7 @@ class GivenRandomNumbers(RandomNumbers):
 
 
 class SeededRandomNumbers(RandomNumbers):
-    """Bytes that follow from a (2,) int64 seed; see the module's docstring.
+    """Bytes that follow from a (2,) int64 seed. See the module's docstring.
 
     Args:
         seed: (2,) int64.

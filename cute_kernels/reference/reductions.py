@@ -11,13 +11,13 @@ from .groups import Groups
 
 
 def group_amax(per_row: Tensor, groups: Groups) -> Tensor:
-    """Return (G,) fp32 maxima of the row maxima (T,); 0 for an empty group."""
+    """Return (G,) fp32 maxima of the row maxima (T,), or 0 for an empty group."""
     out = per_row.new_zeros(len(groups) + 1)  # the last takes the tail
     return out.scatter_reduce_(0, groups.group_of_row(), per_row, "amax")[:-1]
 
 
 def grouped_amax(x: Tensor, groups: Groups, out: Tensor) -> None:
-    """Write max |x| of each group of (T, K) or (G, N, K) to ``out`` (G,) fp32; 0 if it is empty."""
+    """Write max |x| of each group to ``out`` (G,) fp32. Empty groups get 0."""
     out.copy_(group_amax(absmax(x).flatten(), groups))
 
 

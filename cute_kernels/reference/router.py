@@ -1,4 +1,4 @@
-"""Choice of the experts of each token, and their weights, exact to the bit; each row on its own.
+"""Choice of the experts of each token, and their weights, exact to the bit.
 
 All numbers are fp32, and every step is one IEEE operation. Let l be the logits of a token and b the
 selection bias:
@@ -53,7 +53,7 @@ def route(
     options: tuple[int, str, bool, int, int, float],
     outputs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Write weights (T, k), ids (T, k) and scores (T, E); ids from token ``end`` on are -1."""
+    """Write weights (T, k), ids (T, k) and scores (T, E). Ids from token ``end`` on are -1."""
     top_k, score, renormalize, groups, top_groups, factor = options
     weights, ids, scores = outputs
     if score == "softmax":

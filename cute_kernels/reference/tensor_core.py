@@ -29,14 +29,14 @@ e2m1               E4M3 of 16    sm_100a          64    35   fp32 (mxf4nvf4)
 
 So the bits of a GEMM depend only on how K is divided into instructions and on their order, which is
 ascending here. They do not depend on tiles, clusters, groups or the batch. If K is not a multiple
-of the instruction's K, zeros fill it up and change nothing.
+of the instruction's K, it is padded with zeros, which do not change the result.
 
 Zeros: on sm_90a a zero product or accumulator has no exponent, E is no less than -133, and a sum of
 zero is +0. On sm_100a the exponent of a zero factor or accumulator is -126, and a negative sum that
 is truncated to zero is -0. That matters only near the bottom of the range of fp32 or fp16, or where
 a zero meets a factor more than 2^100 times the other products.
 
-Infinities follow IEEE. Every NaN comes out as 0x7fffffff (0x7fff in fp16).
+Infinities follow IEEE. Every NaN result is 0x7fffffff (0x7fff in fp16).
 
 The rules of sm_90a were measured on an H200, which agreed with this module in all of 3.2 million
 results (every row of the table, including subnormals, zeros, Inf and NaN). The rules of sm_100a
@@ -108,7 +108,7 @@ class _Instruction:
     negative_zero: bool = True
 
 
-#: By dtype of the operands, and True if they have block scales.
+#: Rules by (dtype of the operands, True if they have block scales).
 _COMMON = {
     (torch.float16, False): _Instruction(16, fp16=True),
     (torch.bfloat16, False): _Instruction(16),
@@ -267,7 +267,7 @@ def _terms(
     """Return the factors of terms in rows ``rows`` and elements ``ks``, padded with zeros.
 
     Returns:
-        values (terms, rows, products of a term) fp64 and exponents (terms, rows) int32.
+        Values (terms, rows, products of a term) fp64 and exponents (terms, rows) int32.
     """
     elements, scales = operand.elements, operand.scales
     if elements.dtype == _FP4:

@@ -24,8 +24,8 @@ class Allocator:
     Shapes, strides and dtypes are computed once. ``BufferSpec.zeroed`` is ignored.
 
     Args:
-        specs: the tensors to allocate at each call of ``make``.
-        device: where they are allocated.
+        specs: The tensors to allocate at each call of ``make``.
+        device: Where they are allocated.
     """
 
     def __init__(self, specs: Iterable[BufferSpec], device: torch.device) -> None:

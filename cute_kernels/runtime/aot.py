@@ -46,7 +46,7 @@ class PrecompileResult:
 
 
 class PrecompileError(RuntimeError):
-    """Some kernels did not compile; the message has each one's error."""
+    """Some kernels did not compile. The message has each one's error."""
 
 
 def declared_specs(arch: Architecture) -> list[KernelSpec]:
@@ -81,8 +81,8 @@ def precompile(
         Numbers of compiled and of cached kernels, and the time.
 
     Raises:
-        UnsupportedError: the CuTe DSL is missing, or no ``arch`` is given and there is no GPU.
-        PrecompileError: a kernel did not compile, or, without ``load``, cannot be kept on disk.
+        UnsupportedError: The CuTe DSL is missing, or no ``arch`` is given and there is no GPU.
+        PrecompileError: A kernel did not compile, or, without ``load``, cannot be kept on disk.
     """
     started = time.perf_counter()
     require_dsl()

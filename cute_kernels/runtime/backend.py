@@ -26,7 +26,7 @@ import torch
 from ptx_emulator.host.settings import boolean
 
 from ..capability import ARCHITECTURES
-from ..records import UnsupportedError
+from ..records import UnsupportedError, did_you_mean
 from .arch import device_architecture
 
 _REFERENCE = "reference:"
@@ -53,7 +53,7 @@ class Backend:
     Attributes:
         name: One of ``BACKENDS``.
         arch: Architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
-        tensor_core: Architecture whose accumulation the GEMMs of a reference backend emulate; None
+        tensor_core: Architecture whose accumulation the GEMMs of a reference backend emulate. None
             for the order of ``cute_kernels.reference.gemm``.
         emulation: Options of the emulator, by name.
     """
@@ -95,7 +95,10 @@ _CALLER = "context"
 def _check_name(name: str, source: str) -> str:
     """Return ``name``, or raise ValueError if it is not a backend."""
     if name not in BACKENDS:
-        raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {name!r}")
+        raise ValueError(
+            f"{source} must be one of {', '.join(BACKENDS)}, got {name!r}"
+            + did_you_mean(name, BACKENDS)
+        )
     return name
 
 
@@ -224,6 +227,7 @@ def _check_options(name: str, options: dict[str, Any]) -> tuple[tuple[str, Any],
         if option not in known:
             raise TypeError(
                 f"backend {name} takes {', '.join(known) or 'no options'}; got {option}"
+                + did_you_mean(option, known)
             )
     if "seed" in options and options.get("mode") != "chaos":
         raise ValueError(f"seed needs mode='chaos', got {options}")

@@ -83,7 +83,7 @@ class CacheKey:
 
 
 class DiskCache:
-    """Entries of compiled code in one folder; see the module's docstring for the format.
+    """Entries of compiled code in one folder. See the module's docstring for the format.
 
     Args:
         root: Folder. It is created when the first entry is written; it may be read-only or missing.
@@ -107,7 +107,7 @@ class DiskCache:
         try:
             return self._read(folder, key)
         except PermissionError as error:
-            warn_once(f"a cached kernel in {self.root} is compiled anew: {error}")
+            warn_once(f"a cached kernel in {self.root} is compiled again: {error}")
             return None
         # A malformed file raises any of these; endless nesting raises a RecursionError.
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -117,7 +117,7 @@ class DiskCache:
 
     @staticmethod
     def _read(folder: int, key: CacheKey) -> dict[str, bytes] | None:
-        """Read and verify the files of an entry; None if there is no valid entry."""
+        """Read and verify the files of an entry, or None if there is no valid entry."""
         meta = json.loads(read_file(folder, f"{key.name}.json"))
         if meta["key"] != key.facts:
             return None
@@ -131,7 +131,7 @@ class DiskCache:
         return files
 
     def store(self, key: CacheKey, files: Mapping[str, bytes]) -> bool:
-        """Write an entry of files by suffix; its JSON file comes last and makes it valid.
+        """Write an entry of files by suffix. Its JSON file comes last and makes it valid.
 
         Returns:
             True if the entry was written. A folder that cannot be written gives one warning, not an

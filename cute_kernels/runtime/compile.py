@@ -75,7 +75,7 @@ def compile_to_disk(spec: KernelSpec, arch: Architecture) -> bool | None:
 
 
 def forget_kernels() -> None:
-    """Drop all compiled kernels from memory; the disk cache does not change."""
+    """Drop all compiled kernels from memory. The disk cache does not change."""
     _kernels.clear()
 
 
@@ -173,7 +173,7 @@ def _load_entry(
     try:
         return _load(files, spec, arch, lambda: _recompile(cache, key, spec, arch))
     except Exception as error:  # the DSL's loader raises whatever its layers raise
-        warn_once(f"a cached kernel is compiled anew, it does not load: {error!r}")
+        warn_once(f"a cached kernel is compiled again, it does not load: {error!r}")
         return None
 
 
@@ -185,8 +185,8 @@ def _load(
 ) -> Callable[..., object]:
     """Link the object file of a cache entry into this process.
 
-    ``renew`` compiles the kernel again if a file that is read later turns out to be damaged; None
-    for files that were just compiled.
+    ``renew`` compiles the kernel again if a file that is read later turns out to be damaged, or
+    None for files that were just compiled.
     """
     if arch.emulated:
         return load_emulated(files, _symbol(spec), renew)

@@ -55,7 +55,7 @@ def load_emulated(
     launches: ``"ptx"``, and ``"cubin"``, what it gives to the CUDA runtime.
 
     Raises:
-        ValueError: the object file gives another cubin to the CUDA runtime.
+        ValueError: The object file gives another cubin to the CUDA runtime.
         OSError, subprocess.CalledProcessError, AttributeError: the object file is damaged.
     """
     import tvm_ffi
@@ -84,11 +84,11 @@ def load_emulated(
 class EmulatedKernel:
     """A compiled kernel on the emulator: takes CPU tensors and numbers, runs before it returns.
 
-    ``renew`` compiles the kernel anew; called once if the PTX, which is parsed when the kernel is
-    first called, turns out to be damaged. Without it that is an error.
+    ``renew`` compiles the kernel again. It is called once if the PTX turns out to be damaged, which
+    is known when the kernel is first called. Without ``renew`` that is an error.
 
     Attributes:
-        ptx: the PTX of every kernel that it launches.
+        ptx: The PTX of every kernel that it launches.
         cubin: The machine code that the host code passes to the CUDA runtime.
     """
 
@@ -112,8 +112,8 @@ class EmulatedKernel:
         """Run the kernel.
 
         Raises:
-            ValueError: a tensor is not on the CPU.
-            EmulatorError: the kernel did what a GPU would fault on, hang on or get wrong.
+            ValueError: A tensor is not on the CPU.
+            EmulatorError: The kernel did what a GPU would fault on, hang on or get wrong.
         """
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.device.type != "cpu":
@@ -132,7 +132,7 @@ class EmulatedKernel:
             except Exception as error:  # whatever the parser trips over
                 if self._renew is None:
                     raise
-                warn_once(f"a cached kernel is compiled anew, its PTX does not load: {error!r}")
+                warn_once(f"a cached kernel is compiled again, its PTX does not load: {error!r}")
                 new = self._renew()
                 self._function, self.ptx, self.cubin = new._function, new.ptx, new.cubin
                 self._renew = None

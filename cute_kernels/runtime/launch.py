@@ -17,11 +17,11 @@ EMULATED_SMS = 4
 
 
 class Launcher:
-    """Launches kernels of one architecture on one device.
+    """Launcher of the kernels of one architecture on one device.
 
     Attributes:
         num_sms: Number of SMs of the device, the size of a persistent grid.
-        bandwidth: Peak bytes per second of the device's memory; None for an emulated device.
+        bandwidth: Peak bytes per second of the device's memory. None for an emulated device.
         arch: Architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
     """
 
@@ -41,7 +41,7 @@ class Launcher:
         self._emulation = emulation
 
     def kernel(self, spec: KernelSpec) -> Callable[..., object]:
-        """Return the kernel of ``spec``, compiled if needed; it launches on the current stream."""
+        """Return the kernel of ``spec``, compiled if needed. It launches on the current stream."""
         kernel = compile_kernel(spec, self._arch)
         # A kernel with dynamic scheduling takes a counter as its last argument.
         has_counter = getattr(spec, "uses_dynamic_scheduling", False)

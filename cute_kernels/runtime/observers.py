@@ -25,8 +25,8 @@ def needs_dispatcher(
     """Return True if a call with these arguments must go through the dispatcher.
 
     Args:
-        args: arguments of an op: tensors, lists of tensors and plain values.
-        plain_types: tensor classes that the callee accepts without the dispatcher.
+        args: Arguments of an op: tensors, lists of tensors and plain values.
+        plain_types: Tensor classes that the callee accepts without the dispatcher.
     """
     return is_any_call_observed() or is_any_argument_observed(
         args, plain_types, torch.is_grad_enabled()
@@ -51,8 +51,8 @@ def is_any_argument_observed(
     """Return True if an argument requires a gradient or is a tensor of another class.
 
     Args:
-        args: arguments of an op: tensors, lists of tensors and plain values.
-        plain_types: tensor classes that need no dispatcher.
+        args: Arguments of an op: tensors, lists of tensors and plain values.
+        plain_types: Tensor classes that need no dispatcher.
         grad_enabled: False ignores ``requires_grad``.
     """
     for arg in args:

@@ -24,9 +24,9 @@ def plan_key(op: Hashable, backend: Hashable, arguments: Iterable[object]) -> Ha
     a plan assumes no alignment.
 
     Args:
-        op: class or name of the op.
-        backend: the chosen backend.
-        arguments: arguments in the op's order: tensors, lists of tensors or integers, and other
+        op: Class or name of the op.
+        backend: The chosen backend.
+        arguments: Arguments in the op's order: tensors, lists of tensors or integers, and other
             hashable values.
     """
     # A single expression, which compares types before classes: this is a quarter of a call's host
@@ -55,7 +55,7 @@ class PlanCache(Generic[P]):
     A plan is small, but a program may never see the same number of tokens twice.
 
     Args:
-        capacity: largest number of plans.
+        capacity: Largest number of plans.
     """
 
     def __init__(self, capacity: int = 4096) -> None:
@@ -86,7 +86,7 @@ PLANS: PlanCache[Any] = PlanCache()
 
 
 def clear_plan_cache() -> None:
-    """Drop all plans, so that the next call decides anew.
+    """Drop all plans, so that the next call makes a new one.
 
     For settings that change which kernel runs but are no argument of an op.
     """

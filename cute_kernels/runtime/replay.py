@@ -232,7 +232,8 @@ class _Recorder(TorchDispatchMode):
         op, before = cls(*args, **kwargs), self._launches
         with self:
             outputs = op.plan(resolve_backend(self._choice, op.device), self._launcher).compute(op)
-        # Without a launch, the reference computed: kernels do not support the call.
+        # If nothing was launched, the reference computed the result: kernels do not support the
+        # call.
         self._is_complete &= self._launches > before
         return outputs if cls.returns_list else outputs[0]
 
@@ -309,7 +310,7 @@ class _Recorder(TorchDispatchMode):
         return len(self._values) - 1
 
     def recording(self, outputs: Sequence[Any], more: Any) -> Recording | None:
-        """Return the recording of a call with these results; None if it cannot be replayed."""
+        """Return the recording of a call with these results, or None if it cannot be replayed."""
         numbers = [self._number(t) for t in outputs]
         if not self._is_complete:
             return None

@@ -15,7 +15,7 @@ _PACKAGE = _ROOT.name
 
 
 def module_file(module: str) -> Path | None:
-    """Return the file of a module of this package by its full name; None if there is none."""
+    """Return the file of a module of this package by its full name, or None if there is none."""
     names = module.split(".")
     if names[0] != _PACKAGE:
         return None
@@ -63,8 +63,7 @@ def source_files(files: Iterable[Path], latest: float = math.inf) -> dict[Path, 
         files: Paths of Python sources, of this package or of others.
         latest: Time in seconds. A file that was modified later may differ from the loaded module.
 
-    Returns:
-        Digests by path; None if a file is not readable or was modified later.
+    Returns: Digests by path. None if a file is not readable or was modified later.
     """
     digests: dict[Path, bytes] = {}
     pending = list(files)

@@ -17,3 +17,7 @@ from .load import Report, load
 from .save import save
 
 __all__ = ["LAYOUTS", "Report", "load", "save"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -134,7 +134,7 @@ def _check_promises(
 
 
 def check_model_config(config: Any) -> None:
-    """Raise ValueError if a model's configuration is no mapping, or JSON cannot represent it."""
+    """Raise ValueError if a model's configuration is not a mapping, or JSON cannot represent it."""
     if not isinstance(config, Mapping):
         raise ValueError(
             f"config must be a mapping, such as model.config.to_dict(), got {type(config).__name__}"
@@ -239,8 +239,8 @@ def check_config(folder: str | Path) -> None:
     out.
 
     Raises:
-        ValueError: ``config.json`` or ``hf_quant_config.json`` is no JSON, or is not supported. The
-            message has the file, the key, the value and the supported values.
+        ValueError: ``config.json`` or ``hf_quant_config.json`` is not valid JSON, or is not
+            supported. Then the message has the file, the key, the value and the supported values.
     """
     path = Path(folder) / CONFIG
     for key, content in _sections(read_json(path), ""):

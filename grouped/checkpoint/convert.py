@@ -75,8 +75,8 @@ def convert(
         FileNotFoundError: ``source`` or ``calibrate`` lacks files.
         FileExistsError: ``target`` has files of a checkpoint, or another process writes to it.
         ValueError: There are no experts, the layout cannot be written, weights are quantized
-            already, or K is no multiple of 16. Or ``transposed`` contradicts the shapes of
-            ``gate_up_proj`` and ``down_proj``, or ``shard_bytes`` is no positive integer. Or the
+            already, or K is not a multiple of 16. Or ``transposed`` contradicts the shapes of
+            ``gate_up_proj`` and ``down_proj``, or ``shard_bytes`` is not a positive integer. Or the
             layout of ``calibrate`` has no input scales, the model does not have the ids, or
             transformers does not run its experts.
         OSError: A file cannot be written, for example on a full disk.

@@ -44,14 +44,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or {} if there is no such file.
 
     Raises:
-        ValueError: The file is no JSON, or has no object.
+        ValueError: The file is not valid JSON, or has no object.
     """
     if not path.exists():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
@@ -82,7 +82,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except SafetensorError as error:
-        raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from None
 
 
 class Header(NamedTuple):
@@ -204,7 +204,7 @@ class Reader:
 
 
 class Writer:
-    """Writes tensors to files of at most ``shard_bytes``, and an index of the files.
+    """Writer of tensors to files of at most ``shard_bytes``, with an index of the files.
 
     Tensors stay in memory until a file is full: up to ``shard_bytes`` plus one tensor.
 
@@ -219,7 +219,7 @@ class Writer:
 
     Raises:
         FileExistsError: The folder has files of a checkpoint, or another writer's claim.
-        ValueError: ``shard_bytes`` is no positive integer, or a name is added twice.
+        ValueError: ``shard_bytes`` is not a positive integer, or a name is added twice.
         OSError: A file cannot be written.
     """
 
@@ -348,7 +348,7 @@ class Writer:
 
 
 def _claim(folder: Path, token: str) -> None:
-    """Create the claim file of a folder; raise FileExistsError if there is one."""
+    """Create the claim file of a folder. Raise FileExistsError if there is one."""
     text = json.dumps(
         {"pid": os.getpid(), "host": socket.gethostname(), "time": time.ctime(), "token": token}
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import NVFP4, Format, FP8Block
+from cute_kernels.records import did_you_mean
 
 from .files import MODELOPT_CONFIG
 from .plain_tensors import WeightTensors
@@ -297,7 +298,10 @@ def get_writable_layout(name: str) -> Layout:
     """
     names = [layout.name for layout in LAYOUTS.values() if layout.read is None]
     if name not in names:
-        raise ValueError(f"layout must be one of {', '.join(map(repr, names))}, got {name!r}")
+        raise ValueError(
+            f"layout must be one of {', '.join(map(repr, names))}, got {name!r}"
+            + did_you_mean(name, names)
+        )
     return LAYOUTS[name]
 
 

@@ -384,7 +384,7 @@ def _remedy(files: Reader, missing: list[str], unexpected: list[str]) -> str:
     base = missing[0].rpartition(".")[0]
     neighbors = [name for name in files if base and name.startswith(f"{base}.")]
     if neighbors:
-        return f"it has {_abbreviate(neighbors)}, which is no layout of {', '.join(LAYOUTS)}"
+        return f"it has {_abbreviate(neighbors)}, which is not a layout of {', '.join(LAYOUTS)}"
     return "the checkpoint is incomplete, or of a module with fewer layers or experts"
 
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import grouped
 from cute_kernels.formats import Format
 
+from ..functional.quantization import quantize
 from ..tensor.grouped_tensor import GroupedTensor
 
 
@@ -55,7 +55,7 @@ def check_finite(name: str, weight: Tensor) -> None:
 
 def quantize_weight(weight: Tensor, fmt: Format, amax: Tensor | None = None) -> WeightTensors:
     """Quantize a plain weight (G, N, K), with the amaxes (G,) if they are not None."""
-    return weight_tensors(grouped.quantize(weight.contiguous(), fmt, amax=amax))
+    return weight_tensors(quantize(weight.contiguous(), fmt, amax=amax))
 
 
 def stack_experts(weights: Sequence[WeightTensors]) -> WeightTensors:

@@ -66,8 +66,8 @@ def save(
         ValueError: The layout is unknown or does not hold the format of a weight. The 128x128
             blocks of a weight span gate and up. A global scale is beyond fp32. Two tensors have one
             name. A weight outside of experts is not plain. An input scale is unknown to the layout,
-            or not finite and positive. ``config`` is no JSON object, or ``shard_bytes`` is no
-            positive integer.
+            or not finite and positive. ``config`` cannot be a JSON object, or ``shard_bytes`` is
+            not a positive integer.
         OSError: A file cannot be written, for instance on a full disk.
         TypeError: A parameter is sharded: gather it first.
     """

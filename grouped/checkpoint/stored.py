@@ -271,7 +271,7 @@ class Stored(NamedTuple):
         )
 
     def _exact(self, name: str, t: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert ``t`` to ``dtype``; raise ValueError if that rounds a number."""
+        """Convert ``t`` to ``dtype``. Raise ValueError if that rounds a number."""
         if t.dtype == dtype:
             return t
         converted = t.to(dtype)
@@ -283,7 +283,7 @@ class Stored(NamedTuple):
         return converted
 
     def _global_scale(self, rows: slice | None) -> Tensor | None:
-        """Read the global scale, () or (G,), fp32; None if there is none."""
+        """Read the global scale, () or (G,), fp32, or None if there is none."""
         if len(self.names) < 3:
             return None
         name = self.names[2]

@@ -47,7 +47,7 @@ def read_ids(path: str | Path, model: str | Path | None = None) -> list[Tensor]:
 
 
 def _sequences(path: Path, row: Any, model: str | Path | None) -> Iterator[Tensor]:
-    """Yield the sequences of a row or of an array; raise ValueError unless they are integers."""
+    """Yield the sequences of a row or of an array. Raise ValueError unless they are integers."""
     if isinstance(row, dict):
         row = row.get(_IDS, row.get(_TEXT))
     if isinstance(row, str):
@@ -85,14 +85,14 @@ def _text(path: Path) -> str:
     try:
         return path.read_text()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text: {error}") from None
+        raise ValueError(f"{path} is not text: {error}") from None
 
 
 def _json(path: Path, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
 def _from_json(path: Path, model: str | Path | None) -> Iterator[Tensor]:
@@ -118,7 +118,7 @@ def _from_npy(path: Path, model: object) -> Iterator[Tensor]:
     try:
         array = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is no array of numbers: {error}") from None
+        raise ValueError(f"{path} is not an array of numbers: {error}") from None
     if not np.issubdtype(array.dtype, np.integer):
         raise ValueError(
             f"{path} must hold integers, one sequence or a sequence a row, got {array.dtype}"
@@ -146,7 +146,7 @@ def _from_safetensors(path: Path, model: object) -> Iterator[Tensor]:
     try:
         tensors = load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from None
     return _from_tensors(path, tensors)
 
 
@@ -154,7 +154,7 @@ def _from_pt(path: Path, model: object) -> Iterator[Tensor]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for files that it did not save.
-        raise ValueError(f"{path} is no file of tensors: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{path} is not a file of tensors: {str(error).splitlines()[0]}") from None
     return _from_tensors(path, tensors)
 
 

@@ -91,7 +91,7 @@ def rename_path(name: str, rename: Mapping[str, str] | None) -> str:
         rename: Regular expressions and their replacements, applied in order.
 
     Raises:
-        TypeError: ``rename`` is no mapping of strings.
+        TypeError: ``rename`` is not a mapping of strings.
         ValueError: An expression or its replacement is invalid.
     """
     if rename is not None:
@@ -103,7 +103,7 @@ def rename_path(name: str, rename: Mapping[str, str] | None) -> str:
             name = re.sub(pattern, replacement, name)
         except (re.error, IndexError) as error:
             raise ValueError(
-                f"rename has {pattern!r}: {replacement!r}, which is no regular expression: {error}"
+                f"rename has {pattern!r}: {replacement!r}, not a regular expression: {error}"
             ) from None
     return name
 

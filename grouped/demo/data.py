@@ -1,4 +1,4 @@
-"""English text of the Python installation, as bytes to train on."""
+"""English training text from the Python installation, as bytes."""
 
 import dataclasses
 
@@ -12,13 +12,13 @@ _BLOCK, _EVERY = 4096, 10
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Texts for training and for validation: uint8 vectors without common parts."""
+    """Disjoint texts for training and for validation, as uint8 vectors."""
 
     train: Tensor
     validation: Tensor
 
     def check_context(self, context: int) -> None:
-        """Raise ValueError if there is no sequence of ``context`` bytes and a next one."""
+        """Raise ValueError unless both texts are longer than ``context`` bytes."""
         shorter = min(len(self.train), len(self.validation))
         if context >= shorter:
             raise ValueError(
@@ -32,7 +32,7 @@ def load_corpus() -> Corpus:
     Every tenth block of 4 KiB is for validation.
 
     Raises:
-        RuntimeError: this Python was installed without the texts.
+        RuntimeError: This Python was installed without the texts.
     """
     try:
         from pydoc_data.topics import topics

@@ -24,7 +24,7 @@ class ModelConfig:
     most ``context`` bytes, including itself.
 
     Raises:
-        ValueError: A size breaks a rule.
+        ValueError: A size is invalid.
     """
 
     hidden: int = 64

@@ -41,7 +41,7 @@ class TrainConfig:
         device: ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        ValueError: A number breaks a rule.
+        ValueError: A number is invalid.
     """
 
     steps: int = 240

@@ -27,8 +27,8 @@ def delayed_scaling_update(
     A slot is a column of the history, one group of a tensor. Its scale is FP8_MAX * 2^-margin over
     the largest of the last L amaxes, by TransformerEngine's rule; the docstring of
     ``torch.ops.cute_kernels.delayed_scaling_update`` defines the bits. A slot whose amax is 0
-    changes nothing. An infinite or NaN amax enters the history, unless ``skip_nonfinite``; the
-    scale stays as long as that amax decides.
+    changes nothing. An infinite or NaN amax enters the history, unless ``skip_nonfinite``. The
+    scale does not change while that amax is the one that counts.
 
     With ``group`` each slot takes the largest amax among the processes before the roll, in
     one all-reduce of all slots, so that histories and scales stay equal on all of them. There a
@@ -49,23 +49,24 @@ def delayed_scaling_update(
             processes: ``torch.amp.GradScaler`` skips such a step.
 
     Raises:
-        TypeError: ``fmt`` is no format record and no dtype of one, or a dtype is not fp32.
-        ValueError: A shape, a device, the margin or the algorithm breaks a rule.
+        TypeError: ``fmt`` is neither a format record nor the dtype of one, or a dtype is not fp32.
+        ValueError: A shape, a device, the margin or the algorithm is invalid.
         RuntimeError: An argument requires a gradient and gradients are enabled.
         cute_kernels.UnsupportedError: The backend does not run the op.
     """
     if isinstance(fmt, torch.dtype):
         fmt = FP8(fmt, "delayed")
     check_format("fmt", fmt)
-    # Checked here, too: the dispatcher converts True to 1.
+    # Check here, too: the dispatcher converts True to 1.
     check_margin(margin, fmt)
     if group is not None:
-        # Checked before anything is reduced or written.
+        # Check before anything is reduced or written.
         DelayedScalingUpdate(amax_history, scale, fmt.text, amax, margin, algorithm).check()
         step_amax = amax_history[0]
         if amax is not None:
             step_amax = torch.where(amax == 0, step_amax, amax.abs())
-        # Written to row 0, so that every process rolls a slot if one of them has an amax for it.
+        # Write the result to row 0, so that every process rolls a slot if one of them has an amax
+        # for it.
         amax_history[0] = reduce_amaxes(step_amax, group)
         amax = None
     ops.delayed_scaling_update(

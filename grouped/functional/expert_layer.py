@@ -34,7 +34,7 @@ class ExpertsOptions(NamedTuple):
 
     Attributes:
         activation: Text of the activation.
-        interleaved: The two inputs of a gated activation alternate.
+        interleaved: True if the two inputs of a gated activation alternate.
         recompute: Compute z, the input of the activation, again in the backward pass.
         dtype: Data type of the output.
         defer_routing_weights: Do not multiply the output by the routing weights p. The caller
@@ -49,13 +49,13 @@ class ExpertsOptions(NamedTuple):
     defer_routing_weights: bool = False
 
 
-#: Everything of layers that their forward pass depends on: the options that decide how they
-#: multiply, and all tensors that they read, and Nones.
+#: Everything that the forward pass of layers depends on: options, and the tensors that it reads.
+#: Absent tensors are None.
 ReplayKey: TypeAlias = "tuple[Hashable, list[Tensor | None]]"
 
 
 class Layer(NamedTuple):
-    """One of the two products of a call; see ``grouped.functional.linear_autograd.multiply``.
+    """One of the two products of a call. See ``grouped.functional.linear_autograd.multiply``.
 
     Attributes:
         weights: The weight (G, N, K), or (N, K) per group.
@@ -121,7 +121,7 @@ class Layer(NamedTuple):
         next_layer: Layer,
         keeps_z: bool,
     ) -> Epilogue | None:
-        """Return the epilogue that activates the product of ``rows``; None for a separate pass.
+        """Return the epilogue that activates the product of ``rows``, or None for a separate pass.
 
         The epilogue also quantizes the result if ``next_layer`` alone reads it.
         """
@@ -173,8 +173,8 @@ class Layer(NamedTuple):
         """Return True for each of weight and bias if its gradient is needed.
 
         Args:
-            weights: Autograd needs the gradient of a weight.
-            bias: Autograd needs the gradient of the bias.
+            weights: True if autograd needs the gradient of a weight.
+            bias: True if autograd needs the gradient of the bias.
         """
         return (weights, bias) if self.accumulator is None else self.accumulator.wanted
 
@@ -199,7 +199,7 @@ class Layer(NamedTuple):
         dbias: Tensor | None,
         needs: Sequence[bool],
     ) -> tuple[Sequence[Tensor | None], Tensor | None]:
-        """Compute or accumulate the gradients of the parameters; return what autograd gets.
+        """Compute or accumulate the gradients of the parameters and return what autograd gets.
 
         Args:
             call: Metadata of the call.
@@ -214,7 +214,7 @@ class Layer(NamedTuple):
         return call.split(call.weight_gradient(wgrad), needs), dbias
 
     def replay_key(self) -> ReplayKey | None:
-        """Return everything that the forward pass depends on; None if it cannot be replayed.
+        """Return everything that the forward pass depends on, or None if it cannot be replayed.
 
         Each field is covered here or is a key of ``REPLAY_KEY_EXCLUDES``.
         """

@@ -75,7 +75,7 @@ class SavedLayer:
     operands: SavedOperands
 
     def release_operands(self) -> None:
-        """Release the operands after their last use; the amaxes stay."""
+        """Release the operands after their last use. The amaxes stay."""
         self.operands = self.operands._replace(x=None, weight=None, parameters=())
 
     def amaxes(self) -> list[Tensor | None]:
@@ -170,7 +170,7 @@ class SavedTensors:
 
     @classmethod
     def unflatten(cls, tensors: list[Any], lengths: Sequence[int]) -> SavedTensors:
-        """Rebuild the record from ``flatten``; the list is empty afterwards."""
+        """Rebuild the record from ``flatten``. The list is empty afterwards."""
         lists, start = [], 0
         for length in lengths:
             lists.append(tensors[start : start + length])
@@ -198,7 +198,7 @@ class SavedTensors:
 
 
 def _recompute_inputs(layer: Layer, saved: SavedOperands) -> RecomputeInputs:
-    """Return the operands that compute z again; a weight is saved once."""
+    """Return the operands that compute z again. A weight is saved once."""
     copy = None if layer.quantized is None else layer.quantized.rowwise
     parameters = [] if copy is not None else list(layer.weights)
     if parameters and saved.parameters and saved.parameters[0] is parameters[0]:
@@ -224,7 +224,7 @@ class BackwardContext(NamedTuple):
     lengths: tuple[int, ...]
 
     def replay_key(self) -> Hashable:
-        """Return the key under which a backward pass is replayed; None if it cannot be.
+        """Return the key under which a backward pass is replayed, or None if it cannot be.
 
         It cannot if it writes tensors other than its results, or if something observes it.
         """
@@ -241,7 +241,7 @@ def compute_gradients(context: BackwardContext, tensors: list[Any]) -> Sequence[
     """Compute the gradients of x, p, both biases and all weights, replayed if possible.
 
     Args:
-        context: Everything but tensors.
+        context: Metadata of the call, without tensors.
         tensors: The gradient of the output, and the saved tensors. The list is empty afterwards,
             and each tensor is released after its last use.
     """
@@ -263,7 +263,7 @@ class _BackwardPass:
     """One backward pass. Its methods run in order and release tensors after their last use.
 
     Args:
-        context: Everything but tensors.
+        context: Metadata of the call, without tensors.
         dy: (T, H) gradient of the output.
         saved: The saved tensors.
     """

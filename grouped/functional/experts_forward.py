@@ -123,7 +123,7 @@ def _replay_inference(
 
 
 def _layers_key(layers: tuple[Layer, Layer]) -> ReplayKey | None:
-    """Return the replay key of both layers; None if one of them cannot be replayed."""
+    """Return the replay key of both layers, or None if one of them cannot be replayed."""
     gate_up, down = layers[0].replay_key(), layers[1].replay_key()
     if gate_up is None or down is None:
         return None
@@ -178,7 +178,7 @@ def _run(
     needs: LayerNeeds,
     keeps_z: bool,
 ) -> ExpertsResult:
-    """Compute both products and combine rows into tokens; see ``run_forward``."""
+    """Compute both products and combine rows into tokens. See ``run_forward``."""
     result = products(x, routing, layers, options, needs, keeps_z)
     if routing.row is None:
         return result
@@ -194,7 +194,7 @@ def products(
     needs: LayerNeeds = NO_GRADIENTS,
     keeps_z: bool = False,
 ) -> ExpertsResult:
-    """Compute both products without combining rows into tokens; the arguments are as above.
+    """Compute both products without combining rows into tokens. The arguments are as above.
 
     If tokens are gathered, the inputs of the products are not saved: the backward pass computes
     them again.

@@ -80,7 +80,7 @@ def grouped_gemm(
 
     Raises:
         TypeError: ``a`` is quantized and ``b`` is not, or a dtype is not supported.
-        ValueError: A shape, a device or a combination of arguments breaks a rule.
+        ValueError: A shape, a device or a combination of arguments is invalid.
         RuntimeError: An operand lacks the direction that this product reads. Or ``out`` is given
             and an operand or ``out`` requires a gradient, which would be lost.
         NotImplementedError: An operand has a tangent of forward-mode AD.
@@ -96,7 +96,7 @@ def grouped_gemm(
         check_is_tensor("out", out)
         if out_dtype not in (None, out.dtype):
             raise ValueError(f"out_dtype is {out_dtype}, but out is {out.dtype}")
-        # Checked here: an op sees codes, and not that the GroupedTensor requires a gradient.
+        # Check here: an op sees codes, and not that the GroupedTensor requires a gradient.
         named = (("a", a), ("b", b), ("bias", bias), ("alpha", alpha), ("out", out))
         refuse_derivatives("grouped_gemm(out=)", named, "leave out= away")
     dtype = out.dtype if out is not None else out_dtype or torch.bfloat16
@@ -265,6 +265,7 @@ def _gemm_w4a16_out(
     accumulate: bool,
     out: Tensor,
 ) -> None:
+    """Multiply plain activations by the decoded values of a GroupedTensor, into ``out``."""
     codes, scales, b_format = w4a16_operand(a, b, transpose_b)
     operands = (a, codes, offs, bias, alpha, transpose_b, out.dtype)
     options = {"b_scales": scales, "b_format": b_format}
@@ -290,7 +291,7 @@ def _multiply_quantized(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """Multiply two quantized operands; the arguments are those of ``grouped_gemm``."""
+    """Multiply two quantized operands. The arguments are those of ``grouped_gemm``."""
     if a.offs is None:
         raise ValueError(f"a must be ragged (made with offs), got {a!r}")
     formats = (a.format.text, b.format.text)

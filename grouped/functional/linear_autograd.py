@@ -35,32 +35,32 @@ def linear(
 ) -> Tensor:
     """Multiply the rows of each group by its weight: ``y = x W_g^T + b_g``.
 
-    Differentiable in x, W and b. ``grouped.nn.GroupedLinear`` calls this function. The gradients
-    are registered with an op, so they exist in exported and pipelined modules and under
+    The function is differentiable in x, W and b. ``grouped.nn.GroupedLinear`` calls it. The
+    gradients are registered with an op, so they exist in exported and pipelined modules and under
     ``torch.func``. There are no second and no forward-mode derivatives.
 
     Args:
         x: (..., K) bf16, fp16 or fp32, whose leading dimensions flatten to T rows sorted by group.
-            Under autocast, cast to its dtype.
-        weight: (G, N, K) with any strides, which gets a gradient of its dtype: pass a weight that
-            is stored (G, K, N) as ``weight.mT``. Or a uniform GroupedTensor, used as it is, whose
-            gradient is the gradient of its decoded values.
+            Under autocast they are cast to its dtype.
+        weight: (G, N, K) with any strides. Pass a weight that is stored as (G, K, N) as
+            ``weight.mT``. The gradient has the dtype of the weight. Or a uniform GroupedTensor,
+            which is used as it is, and whose gradient is that of its decoded values.
         bias: (G, N). Optional.
         offs: (G,). End rows: an integer tensor on the device of ``x``, or a host list.
         recipe: The format of each operand, forward and backward. BF16 multiplies in bf16, or in
             fp16 if ``x`` is fp16.
         scaling: State of delayed scaling, required by recipes that have it: a
-            ``grouped.nn.DelayedScaling(recipe, G)`` that outlives the call. In ``train()`` mode
-            the call records its amaxes; ``scaling.update()`` makes the next scales from them, once
-            per step.
+            ``grouped.nn.DelayedScaling(recipe, G)`` that outlives the call. In ``train()`` mode the
+            call records its amaxes. Call ``scaling.update()`` once per step to compute the next
+            scales from them.
 
     Returns:
         (..., N) of the dtype of ``x``. Rows from ``offs[-1]`` on, the tail of a capacity buffer,
         are zeros, here and in the gradient of ``x``.
 
     Raises:
-        TypeError: ``recipe`` is no Recipe, or a dtype is not supported.
-        ValueError: A shape, a device or offs break a rule. Or ``scaling`` is missing, or is for
+        TypeError: ``recipe`` is not a Recipe, or a dtype is not supported.
+        ValueError: A shape, a device or offs are invalid. Or ``scaling`` is missing, or is for
             another recipe.
         RuntimeError: A GroupedTensor lacks a copy that the product or a gradient reads. Or a second
             or forward-mode derivative was requested.
@@ -122,7 +122,7 @@ def flatten_rows(x: Tensor, depth: int) -> Tensor:
         )
     rows = x if x.dim() == 2 else x.reshape(-1, depth)
     kind = x.device.type
-    # Not torch.amp.is_autocast_available: torch 2.11 does not trace it.
+    # Torch 2.11 does not trace torch.amp.is_autocast_available.
     if kind != "meta" and torch.is_autocast_enabled(kind):
         rows = rows.to(torch.get_autocast_dtype(kind))
     check_dtype("x", rows.dtype, INPUT_DTYPES)
@@ -219,7 +219,7 @@ class _Linear(torch.autograd.Function):
         # A copy: the scale may be updated in place before the backward pass of this call.
         scale = None if scaling is None else scaling.scales[-1].clone()
         ctx.save_for_backward(offs, scale, *saved.flatten())
-        # Not saved by autograd: other calls write the amaxes of the step in between.
+        # Autograd must not save them: other calls write the amaxes of the step in between.
         ctx.call = LinearCall.from_operands(x, weights[0], bias, recipe, probe, scaling)
         ctx.accumulator, ctx.scaling = accumulator, scaling
         return y
@@ -464,8 +464,9 @@ def _linear_below_autograd(
 def _linear_autograd(
     x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
-    # Not torch.library.register_autograd: torch.func does not go through what it generates. And
-    # the saved tensors depend on the gradients that are needed at run time, not at trace time.
+    # torch.library.register_autograd does not work here: torch.func ignores the functions that it
+    # generates. And the saved tensors depend on the gradients that are needed at run time, not at
+    # trace time.
     recipe = recipe_from_texts(*recipe_and_scaling[:4])
     scaling = scaling_from_arguments(*recipe_and_scaling[4:])
     return _differentiable(x, [weight], bias, offs, recipe, scaling=scaling)

@@ -26,7 +26,7 @@ from .operands import (
 
 
 class DelayedScales(Protocol):
-    """State of delayed scaling; implemented by ``grouped.nn.DelayedScaling``."""
+    """State of delayed scaling, as ``grouped.nn.DelayedScaling`` implements it."""
 
     def call_scaling(self, recipe: Recipe, num_groups: int) -> Scaling:
         """Return the scales of a call, and the amaxes that it updates."""
@@ -52,7 +52,7 @@ class WeightGradientAccumulator(Protocol):
     def take(
         self, call: LinearCall, wgrad: WgradOperands | None, dbias: Tensor | None
     ) -> tuple[Sequence[Tensor | None], Tensor | None]:
-        """Accumulate the gradients of one backward pass; return what autograd gets instead."""
+        """Accumulate the gradients of one backward pass and return what autograd gets instead."""
 
 
 class LinearCall(NamedTuple):
@@ -60,12 +60,12 @@ class LinearCall(NamedTuple):
 
     Attributes:
         recipe: Formats of the operands.
-        prepacked: The codes of the weight are prepacked.
+        prepacked: True if the codes of the weight are prepacked.
         weight_format: Text of the format of the weight. None if it is plain.
         dtype: Data type of the input and of the output.
         weight_dtype: Data type of the weight's gradient.
         bias_dtype: Data type of the bias. None if there is none.
-        discrete: The weight has one parameter per group.
+        discrete: True if the weight has one parameter per group.
         probe: Observes the operands of the call, if an inspector is active.
         may_be_zero: For each role, True if some of its given scales may be 0.
     """
@@ -90,7 +90,7 @@ class LinearCall(NamedTuple):
         probe: OperandProbe | None = None,
         scaling: Scaling | None = None,
     ) -> LinearCall:
-        """Return the metadata of a call; ``weight`` is its only or first weight parameter."""
+        """Return the metadata of a call, given its only or first ``weight`` parameter."""
         prepacked, weight_format = False, recipe.texts[1]
         if isinstance(weight, GroupedTensor):
             prepacked, weight_format = weight.prepacked, weight.format.text
@@ -101,7 +101,7 @@ class LinearCall(NamedTuple):
         return cls(recipe, prepacked, weight_format, *dtypes, discrete, probe, may_be_zero)
 
     def operand_scale(self, role: str, scale: Tensor | None) -> OperandScale | None:
-        """Return the scales of a role's operand; None if ``scale`` is None."""
+        """Return the scales of a role's operand, or None if ``scale`` is None."""
         return None if scale is None else OperandScale(scale, self.may_be_zero[ROLES.index(role)])
 
     def weight_gradient(

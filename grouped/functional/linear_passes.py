@@ -158,7 +158,7 @@ def _plain_forward(
     del low_weight
     if not need_dx:
         return y, SavedOperands(OperandCopy(low_x)) if need_dweight else NOTHING_SAVED
-    # dgrad casts and joins the parameters again: to save them costs no memory, a copy does.
+    # dgrad casts and joins the parameters again. Saving them costs no memory, unlike a copy.
     parameters = list(weights)
     weight = weights[0]
     if isinstance(weight, GroupedTensor):

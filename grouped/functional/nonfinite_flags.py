@@ -24,7 +24,7 @@ def watch(flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: 
         x: (T, K) input.
         weights: The weight (G, N, K), or (N, K) per group.
         y: (T, N) output.
-        offs: (G,) end rows; rows behind the last group are ignored.
+        offs: (G,) end rows. Rows after the last group are ignored.
 
     Returns:
         ``y``.
@@ -37,7 +37,7 @@ def watch(flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: 
 def set_forward_flags(
     flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: Tensor
 ) -> None:
-    """Set the flags of one forward pass; the arguments are those of ``watch``."""
+    """Set the flags of one forward pass. The arguments are those of ``watch``."""
     is_live = _live_rows(x, offs)
     weight_flag = torch.stack([_has_nonfinite(w) for w in weights]).any()
     _set(flags, "input", _has_nonfinite_rows(x, is_live))
@@ -72,11 +72,11 @@ def _has_nonfinite(weight: Tensor) -> Tensor:
 
 
 class _WatchGradient(torch.autograd.Function):
-    """The identity; its backward pass sets the flag of the gradient."""
+    """The identity. Its backward pass sets the flag of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, flags: Tensor, offs: Tensor) -> Tensor:
-        # Not saved for backward: other calls set flags in between.
+        # Do not save them for backward: other calls set flags in between.
         ctx.flags = flags
         ctx.save_for_backward(offs)
         return y.view_as(y)

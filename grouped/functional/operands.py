@@ -80,7 +80,7 @@ class OperandProbe(Protocol):
         fmt: Format | None,
         offs: Tensor | None = None,
     ) -> None:
-        """Record the statistics of an operand; see ``grouped.inspect.Probe``."""
+        """Record the statistics of an operand. See ``grouped.inspect.Probe``."""
 
 
 class Scaling(NamedTuple):
@@ -89,9 +89,9 @@ class Scaling(NamedTuple):
     Attributes:
         scales: (G,) fp32 for each of input, weight and grad_output. A scale of 0 means that the
             group has none yet: it uses the scale of its current amax.
-        amaxes: (G,) fp32 for each role, the largest amax of the step so far. Written when the
-            gradients of the call are computed; None if the call does not count.
-        may_be_zero: For each role, False if no scale is 0: then no amax is computed first.
+        amaxes: (G,) fp32 for each role, the largest amax of the step so far. They are written when
+            the gradients of the call are computed. None if the call does not count.
+        may_be_zero: For each role, False if no scale is 0. Then no amax is computed first.
     """
 
     scales: Sequence[Tensor]
@@ -99,7 +99,7 @@ class Scaling(NamedTuple):
     may_be_zero: Sequence[bool] = (True, True, True)
 
     def record(self, call_amaxes: Sequence[Tensor | None]) -> None:
-        """Raise the amaxes of the step to those of a call, one per role; None changes nothing."""
+        """Raise the amaxes of the step to those of a call, one per role. None changes nothing."""
         for step_amax, amax in zip(self.amaxes or (), call_amaxes, strict=False):
             if amax is not None:
                 step_amax.copy_(torch.maximum(step_amax, amax))
@@ -111,13 +111,13 @@ class Scaling(NamedTuple):
 
 
 class OperandScale(NamedTuple):
-    """Scales of one operand, (G,) fp32, and whether some of them may be 0; see ``Scaling``."""
+    """Scales of one operand, (G,) fp32, and whether some of them may be 0. See ``Scaling``."""
 
     value: Tensor
     may_be_zero: bool
 
     def resolve(self, x: Tensor, offs: Tensor | None, fmt: Format) -> Tensor:
-        """Return the scales for ``x``; zeros become the scales of ``FP8(scaling="current")``."""
+        """Return the scales for ``x``. Zeros become the scales of ``FP8(scaling="current")``."""
         _, current, _ = codec_of(fmt).global_scale_vectors(ops.grouped_amax(x, offs))
         return torch.where(self.value == 0, current, self.value)
 
@@ -131,9 +131,10 @@ class LazyRows(NamedTuple):
         x: (T, W). Tensor that the rows come from.
         offs: (G,) int32. End rows of the groups.
         row_index: (R,) int32. Row of ``x`` for each row. None for all rows in order.
-        inverse: (T, k) int32, for each row of ``x`` the rows that it becomes. With ``row_index``.
+        inverse: (T, k) int32. Rows that each row of ``x`` is copied to. It is given with
+            ``row_index``.
         activation: Text of an activation that is applied to the rows. None if absent.
-        interleaved: The two inputs of a gated activation alternate.
+        interleaved: True if the two inputs of a gated activation alternate.
     """
 
     x: Tensor
@@ -183,12 +184,12 @@ class QuantizedRows(NamedTuple):
 
 
 def materialize(x: Tensor | LazyRows) -> Tensor:
-    """Return ``x`` as a tensor; compute rows that are lazy."""
+    """Return ``x`` as a tensor, and compute its rows if they are lazy."""
     return x.materialize() if isinstance(x, LazyRows) else x
 
 
 class SavedOperands(NamedTuple):
-    """Tensors that a product saves for its backward pass; None or empty if no gradient needs them.
+    """Tensors that a product saves for its backward pass. Unneeded ones are None or empty.
 
     Attributes:
         x: The input that wgrad reads: its columnwise copy, or its values if the recipe is plain.
@@ -213,17 +214,14 @@ class SavedOperands(NamedTuple):
     def unflatten(cls, tensors: Sequence[Tensor | None]) -> SavedOperands:
         """Rebuild the record from the list that ``flatten`` returned."""
         amax_x, amax_weight, *parameters = tensors[6:]
-        x, weight = _optional_copy(*tensors[:3]), _optional_copy(*tensors[3:6])
+        x = None if tensors[0] is None else OperandCopy(*tensors[:3])  # type: ignore[arg-type]
+        weight = None if tensors[3] is None else OperandCopy(*tensors[3:6])  # type: ignore[arg-type]
         return cls(x, weight, parameters, amax_x, amax_weight)  # type: ignore[arg-type]
 
 
 #: The record of a call that saves nothing.
 NOTHING_SAVED = SavedOperands()
 _NO_COPY = (None, None, None)
-
-
-def _optional_copy(codes: Tensor | None, *scales: Tensor | None) -> OperandCopy | None:
-    return None if codes is None else OperandCopy(codes, *scales)
 
 
 class WgradOperands(NamedTuple):
@@ -246,7 +244,7 @@ class WgradOperands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Results of a backward pass; None if no gradient needs them.
+    """Results of a backward pass, or None if no gradient needs them.
 
     Attributes:
         dx: (T, K). Gradient of the input.
@@ -262,11 +260,11 @@ class Gradients(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """Activation that a product applies to its result; see ``m_grouped_gemm_activate``.
+    """Activation that a product applies to its result. See ``m_grouped_gemm_activate``.
 
     Attributes:
         activation: Text of the activation.
-        interleaved: The two inputs of a gated activation alternate.
+        interleaved: True if the two inputs of a gated activation alternate.
         keeps_z: Also return z, the input of the activation.
         quantize_to: Text of the format that the result is quantized to, or None.
     """

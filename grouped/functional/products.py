@@ -166,7 +166,7 @@ class QuantizedProduct(NamedTuple):
         fmt: Format of the rows.
         call: Metadata of the call.
         bias: (G, N). Added in fp32.
-        transpose: The product is dgrad.
+        transpose: True if the product is dgrad.
         columnwise: Also make the columnwise copy of the rows.
         scale: Scales of the rows, if their format has given scales.
         epilogue: Activation of the result.

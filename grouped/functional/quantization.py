@@ -45,10 +45,10 @@ def compute_offsets(
         largest number, and never wrap around.
 
     Raises:
-        TypeError: A dtype is not supported, or the multiplier is no integer.
+        TypeError: A dtype is not supported, or the multiplier is not an integer.
         ValueError: ``splits`` is not one-dimensional, or the multiplier is out of range.
     """
-    # Checked here, too: 2.0 equals 2 and True equals 1, so cached plans of the op accept them.
+    # Check here, too: 2.0 equals 2 and True equals 1, so cached plans of the op accept them.
     if isinstance(multiplier, bool) or not isinstance(multiplier, (int, torch.SymInt)):
         raise TypeError(f"multiplier must be an integer, got {multiplier!r}")
     return ops.compute_offsets(splits, multiplier, dtype)
@@ -118,7 +118,7 @@ def quantize(
         shapes: (m, n) of each group if the last dimension varies, or both do: a host list, or an
             integer tensor (G, 2) on the CPU. Group i is contiguous and row-major in ``x``, from
             element m_0 * n_0 + ... + m_(i-1) * n_(i-1) on. Each n is a multiple of
-            ``Format.k_multiple``, m may be 0. Elements behind the last group are a tail that is
+            ``Format.k_multiple``, m may be 0. Elements after the last group are a tail that is
             never read. Each group has the codes and scales that it would have alone. No product
             supports such tensors.
         rowwise: Make the copy with blocks along K, which fprop and dgrad read.
@@ -153,7 +153,7 @@ def quantize(
         ``torch.ops.cute_kernels.grouped_dbias`` returns them in fp32, in which they are summed.
 
     Raises:
-        TypeError: ``fmt`` is no format record, or a dtype is not supported.
+        TypeError: ``fmt`` is not a format record, or a dtype is not supported.
         ValueError: A shape, a device, offs, an activation or a combination of arguments breaks a
             rule.
         RuntimeError: ``out`` requires a gradient and gradients are enabled.
@@ -238,11 +238,9 @@ def _check_grouping(
     """Raise ValueError for options that the grouping of ``x`` does not allow."""
     if offs is None and shapes is None and x.dim() in (1, 2):
         name, kind = ("shapes", "(capacity,)") if x.dim() == 1 else ("offs", "(T, K)")
-        raise ValueError(
-            f"{name} is missing: x {kind} is cut into groups by {name}; uniform x is 3D"
-        )
+        raise ValueError(f"{name} is missing: x of shape {kind} needs {name}; uniform x is 3D")
     if offs is not None and shapes is not None:
-        raise ValueError("offs and shapes are both given: groups are cut by one of them")
+        raise ValueError("offs and shapes are both given: pass only one of them")
     if dbias and shapes is not None:
         raise ValueError(
             "dbias has no meaning with shapes: the last dimension varies, and with it how many "

@@ -17,7 +17,7 @@ def sum_over(x: Tensor, group: str) -> Tensor:
 
 
 class SummedGradient(torch.autograd.Function):
-    """Passes ``x`` through; its gradient is the sum of the ranks' gradients."""
+    """Passes ``x`` through. Its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -32,7 +32,7 @@ class SummedGradient(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """Sums over the ranks; the gradient on each rank is that of the sum."""
+    """Sums over the ranks. The gradient on each rank is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:

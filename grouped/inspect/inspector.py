@@ -23,7 +23,7 @@ EAGER_ONLY = (
 #: Operands of each layer that are inspected.
 _ROLES = ("input", "weight", "grad_output")
 #: Version of the file format.
-_SCHEMA = 1
+_SCHEMA = 2
 _SHARES = ("saturated", "underflow")
 _DIGITS = 6
 
@@ -48,14 +48,14 @@ def inspect_quantization(
 class QuantizationInspector:
     """Records the quantization loss of the operands of a model's grouped layers.
 
-      inspector = grouped.inspect.inspect_quantization(model, every=10)
-      with inspector:
-        for batch in batches:
-          loss(model(batch)).backward()
-          optimizer.step()
-          inspector.step()
-      print(inspector.table())
-      inspector.save("numerics.jsonl", run="NVFP4")
+        inspector = grouped.inspect.inspect_quantization(model, every=10)
+        with inspector:
+          for batch in batches:
+            loss(model(batch)).backward()
+            optimizer.step()
+            inspector.step()
+        print(inspector.table())
+        inspector.save("numerics.jsonl", run="NVFP4")
 
     It inspects the copies that the products multiply, with the recipe, the scales and the random
     bits of the call. Each copy is decoded and compared with the values that it was made from.
@@ -85,7 +85,7 @@ class QuantizationInspector:
         roles: Operands to inspect, of ``input``, ``weight`` and ``grad_output``.
 
     Raises:
-        TypeError: ``every`` is no integer, or names are one string.
+        TypeError: ``every`` is not an integer, or names are one string.
         ValueError: There is no such layer or role, or ``every`` is not positive.
         RuntimeError: On entry, if another inspector looks at a layer.
     """
@@ -131,7 +131,7 @@ class QuantizationInspector:
         self._steps = []
 
     def _probe(self, layer: str) -> Probe | None:
-        """Return the probe of a call of a layer; None in a step that is not inspected."""
+        """Return the probe of a call of a layer, or None in a step that is not inspected."""
         if self._number % self._every:
             return None
         if not self._steps or self._steps[-1].number != self._number:
@@ -144,36 +144,37 @@ class QuantizationInspector:
         Each record is a dict that JSON can store. It has lists with one entry per expert, and these
         entries:
 
-          step: Number of the step, from 0.
-          layer: Name of the layer in the model.
-          role: ``"input"``, ``"weight"`` or ``"grad_output"``.
-          direction: ``"rowwise"`` or ``"columnwise"``. Fprop reads rowwise copies of input and
-              weight, and dgrad of the gradient. Wgrad reads columnwise copies of input and
-              gradient, and dgrad of the weight.
-          format: Text of the format. A plain copy has ``"bfloat16"`` or ``"float16"``.
-          columns: Elements of a row.
+            step: Number of the step, from 0.
+            layer: Name of the layer in the model.
+            role: ``"input"``, ``"weight"`` or ``"grad_output"``.
+            direction: ``"rowwise"`` or ``"columnwise"``. Fprop reads rowwise copies of input and
+                weight, and dgrad of the gradient. Wgrad reads columnwise copies of input and
+                gradient, and dgrad of the weight.
+            format: Text of the format. A plain copy has ``"bfloat16"`` or ``"float16"``.
+            columns: Elements of a row.
 
         The lists:
 
-          rows: Number of the expert's tokens, its load. A weight has N.
-          snr_db: ``10 log10(signal / noise)``. None if nothing is lost, or there are no rows.
-          signal: Sum of x^2. Here x are the values that were quantized.
-          noise: Sum of (x - copy)^2.
-          saturated: Share of the elements that exceed the largest number of their scales by more
-              than half a step, so that they lose more than by rounding. In a plain copy it is the
-              share of elements that became infinite.
-          underflow: Share of the elements that are not zero and became zero.
-          amax: Largest magnitude of x. A weight that is quantized already has the amax of its copy.
-          second_level: Global scale, the factor of codes times block scales. A row-scaled copy has
-              the largest of the expert's rows.
-          nonfinite: Number of elements of x that are NaN or infinite. The statistics above ignore
-            them.
-          nonfinite_copy: Number of such elements of the copy. ``snr_db``, ``signal`` and ``noise``
-            ignore them.
+            rows: Number of the expert's tokens, its load. A weight has N.
+            snr_db: ``10 log10(signal / noise)``. None if nothing is lost, or there are no rows.
+            signal: Sum of x^2. Here x are the values that were quantized.
+            noise: Sum of (x - copy)^2.
+            saturated: Share of the elements that exceed the largest number of their scales by more
+                than half a step, so that they lose more than by rounding. In a plain copy it is the
+                share of elements that became infinite.
+            underflow: Share of the elements that are not zero and became zero.
+            amax: Largest magnitude of x. A weight that is quantized already has the amax of its
+                copy.
+            global_scale: Global scale, the factor of codes times block scales. A row-scaled copy
+                has the largest of the expert's rows.
+            nonfinite: Number of elements of x that are NaN or infinite. The statistics above
+                ignore them.
+            nonfinite_copy: Number of such elements of the copy. ``snr_db``, ``signal`` and
+                ``noise`` ignore them.
 
         An entry is None if it has no meaning. An expert without rows has no shares. A weight that
         is quantized already has no losses, since its original is gone. Some formats have no
-        ``second_level``. The codes of a transformed columnwise copy (``NVFP4(hadamard=True)``)
+        ``global_scale``. The codes of a transformed columnwise copy (``NVFP4(hadamard=True)``)
         belong to no element, so it has neither ``saturated`` nor ``underflow``.
         """
         return [
@@ -200,10 +201,10 @@ class QuantizationInspector:
         """Summarize one step over the experts of each layer.
 
         Args:
-            step: Number of the step; None for the last one that was inspected.
+            step: Number of the step. None for the last one that was inspected.
 
         Returns:
-            Dicts as in ``records``, with numbers instead of lists; ``snr_db`` is the ratio of all
+            Dicts as in ``records``, with numbers instead of lists. ``snr_db`` is the ratio of all
             signal to all noise. They also have ``worst_snr_db`` and ``worst_expert``, those of the
             expert with the lowest ratio. ``load`` is the number of rows of the busiest expert over
             the mean, ``idle`` the number of experts without rows.
@@ -233,13 +234,14 @@ class QuantizationInspector:
     def save(self, path: str | Path, *, run: str = "", append: bool = False) -> None:
         """Write ``records`` as JSON lines.
 
-        Each line is a record with ``"numerics": 1``, the version of the file format, and ``run``,
+        Each line is a record with ``"numerics": 2``, the version of the file format, and ``run``,
         so that files may be joined. Floats have six digits. ``python -m perf dashboard`` draws
         them.
 
         Args:
             path: The file.
-            run: Name that tells these steps from those of other runs, such as a recipe's.
+            run: Name that distinguishes these steps from those of other runs, such as the recipe's
+                name.
             append: Add to the file, instead of writing a new one.
         """
         records = json.loads(json.dumps(self.records(), allow_nan=False), parse_float=_short)
@@ -261,7 +263,7 @@ def aligned(rows: Sequence[Sequence[str]], texts: int = 1) -> list[list[str]]:
 def _matching_layers(
     model: nn.Module, patterns: Sequence[str] | None
 ) -> dict[str, InspectableLayer]:
-    """Return the layers whose names match a pattern; raise for a pattern without a match."""
+    """Return the layers whose names match a pattern. Raise for a pattern without a match."""
     layers = named_layers(model)
     for pattern in patterns or ():
         if not fnmatch.filter(layers, pattern):

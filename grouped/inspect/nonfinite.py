@@ -21,7 +21,7 @@ class InspectableLayer(nn.Module):
 
 
 def named_layers(model: nn.Module) -> dict[str, InspectableLayer]:
-    """Return the grouped layers of ``model`` by name; raise if there is none."""
+    """Return the grouped layers of ``model`` by name. Raise ValueError if there are none."""
     layers = {
         name or type(layer).__name__: layer
         for name, layer in model.named_modules()
@@ -44,13 +44,13 @@ class detect_nonfinite:
     until ``report`` reads the flags. Every operand is read once more: use it to search, not to
     train.
 
-      with grouped.inspect.detect_nonfinite(model) as detector:
-        model(x, offs).sum().backward()
-      detector.report()  # {"experts.down": ("input", "output")}
+        with grouped.inspect.detect_nonfinite(model) as detector:
+          model(x, offs).sum().backward()
+        detector.report()  # {"experts.down": ("input", "output")}
 
     Args:
-        model: Module that holds the layers to watch, and names them. None for all layers that run
-            inside. Compiled calls need it, and are compiled again inside.
+        model: Module that holds the layers to watch, and names them. None watches all layers that
+            run inside. Compiled calls need ``model``, and are compiled again inside.
 
     Raises:
         ValueError: ``model`` holds no grouped layers.
@@ -110,7 +110,7 @@ class detect_nonfinite:
 
 
 def flags_of(layer: InspectableLayer, device: torch.device) -> Tensor | None:
-    """Return the flags to set for this call of ``layer``; None if no block is active."""
+    """Return the flags to set for this call of ``layer``, or None if no block is active."""
     if _active is not None and layer._nonfinite is None:
         _active._watch_running(layer, device)
     return layer._nonfinite

@@ -32,12 +32,12 @@ class check_offsets:
     launches a few small kernels that record the first broken rule on the device. The end of the
     block reads the record and raises, and so does ``check()``.
 
-      with grouped.inspect.check_offsets():
-        y = layer(x, offs)
+        with grouped.inspect.check_offsets():
+          y = layer(x, offs)
 
     The rules are those of ``grouped.quantize``: end rows are not negative, do not decrease, and the
-    last one is within the rows of the tensor. If the last one is smaller, the rows behind it are
-    the tail of a capacity buffer.
+    last one is within the rows of the tensor. If the last one is smaller, the rows after it are the
+    tail of a capacity buffer.
 
     Inside a CUDA graph each replay is checked, if the block was entered before the capture on the
     same device. Compiled code is checked when it runs. Calls of all threads count. Each call takes
@@ -71,9 +71,9 @@ class check_offsets:
             self.check()
 
     def check(self) -> None:
-        """Raise ValueError if a call broke a rule; waits for the device.
+        """Wait for the device, and raise ValueError if a call broke a rule.
 
-        A second call starts anew.
+        A second call reports only later calls with ``offs``.
         """
         code = min(map(int, self._codes.values()), default=_NONE)
         for device_code in self._codes.values():
@@ -104,7 +104,7 @@ class check_offsets:
         return code
 
     def _record(self, offs: Tensor, rows: int) -> None:
-        """Record on the device which rule the call broke, if any; the first of all calls stays."""
+        """Record on the device which rule the call broke, if any. The first of all calls stays."""
         with torch.no_grad():
             code, number = self._device_code(offs.device), len(self._calls)
             self._calls.append((_location(), offs.shape[0], rows))

@@ -21,7 +21,7 @@ from ..tensor.grouped_tensor import GroupedTensor
 #: Statistics that add up over the calls of a step.
 SUMS = ("rows", "signal", "noise", "saturated", "underflow", "nonfinite", "nonfinite_copy")
 #: Statistics whose largest value over the calls of a step counts.
-MAXIMA = ("amax", "second_level")
+MAXIMA = ("amax", "global_scale")
 #: Number of elements that are processed together.
 _CHUNK_ELEMENTS = 1 << 24
 
@@ -125,7 +125,7 @@ class Probe:
             x: Values that were quantized: (T, K) with ``offs``, (G, N, K), or (N, K) per group. A
                 GroupedTensor stands for values that are gone.
             quantized: The copies; a plain copy is in ``quantized.rowwise``.
-            fmt: Format of the copies; None if the copy is plain.
+            fmt: Format of the copies. None if the copy is plain.
             offs: (G,) end rows.
 
         Raises:
@@ -177,7 +177,7 @@ def _measure(
     offs: Tensor | None,
     columnwise: bool,
 ) -> OperandStatistics:
-    """Measure one copy; the arguments are those of ``Probe.observe``."""
+    """Measure one copy. The arguments are those of ``Probe.observe``."""
     codes = copy.codes
     if isinstance(x, GroupedTensor) and x.prepacked:
         codes = cute_kernels.unpack(codes)
@@ -212,7 +212,7 @@ def _measure(
     level = None if fmt is None else fmt.global_scale_for(columnwise)
     global_scale = torch.zeros_like(amax)
     if level is None or copy.global_scale is None:
-        known.remove("second_level")
+        known.remove("global_scale")
     else:
         vector = copy.global_scale.flatten().double().abs() * level.factor
         per_row = level.per == "row"
@@ -234,7 +234,7 @@ def _largest_of_groups(values: Tensor, group_of_row: Tensor, num_groups: int) ->
 
 
 def _row_chunks(x: Tensor | Sequence[Tensor], shape: tuple[int, ...]) -> list[tuple[slice, Tensor]]:
-    """Split the rows into chunks; return the position and the rows of each."""
+    """Split the rows into chunks and return the position and the rows of each."""
     tensors = [x.flatten(0, -2)] if isinstance(x, Tensor) else [t.detach() for t in x]
     step, chunks, start = max(1, _CHUNK_ELEMENTS // shape[-1]), [], 0
     for t in tensors:

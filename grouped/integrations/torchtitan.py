@@ -1,6 +1,6 @@
 """Experts of torchtitan (0.3) in the recipes of ``grouped``.
 
-  converters = [GroupedExpertsConverter.Config(recipe="FP8Block", skip=("layers.0.",))]
+    converters = [GroupedExpertsConverter.Config(recipe="FP8Block", skip=("layers.0.",))]
 
 Groups need no padding, so the token dispatcher stays as it is.
 """
@@ -20,9 +20,10 @@ from torchtitan.config.override import _REGISTRY as _OVERRIDES
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
-import grouped
-from grouped import recipes
+from cute_kernels.records import did_you_mean
 
+from .. import recipes
+from ..functional.linear_autograd import linear
 from ..recipes import Recipe, check_recipe
 
 __all__ = ["GroupedExpertsConverter", "grouped_experts"]
@@ -40,7 +41,7 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
     ``grouped_experts`` instead of this converter if there are such overrides.
 
     Raises:
-        ValueError: the recipe's name is unknown, it uses delayed scaling, a number of skipped
+        ValueError: The recipe's name is unknown, it uses delayed scaling, a number of skipped
             layers is negative, or no experts are left to convert.
     """
 
@@ -103,7 +104,7 @@ def grouped_experts(config: Any, recipe: str | Recipe = "BF16", after: str | Non
 
     This is an override of torchtitan. Its command line option is:
 
-      --override.imports 'grouped.integrations.torchtitan.grouped_experts={"recipe": "FP8Block"}'
+        --override.imports 'grouped.integrations.torchtitan.grouped_experts={"recipe": "FP8Block"}'
 
     Args:
         config: The configuration of experts.
@@ -112,7 +113,7 @@ def grouped_experts(config: Any, recipe: str | Recipe = "BF16", after: str | Non
             allows one override per node.
 
     Raises:
-        ValueError: the recipe is unknown or uses delayed scaling, or ``after`` names no override or
+        ValueError: The recipe is unknown or uses delayed scaling, or ``after`` names no override or
             does not change the experts.
     """
     if after is not None:
@@ -134,10 +135,13 @@ def grouped_experts(config: Any, recipe: str | Recipe = "BF16", after: str | Non
 
 
 def _parse_recipe(recipe: Any) -> Recipe:
-    """Return a recipe by itself or by name; raise if torchtitan's experts cannot run it."""
+    """Return a recipe by itself or by name. Raise if torchtitan's experts cannot run it."""
     if isinstance(recipe, str):
         if recipe not in recipes.NAMES:
-            raise ValueError(f"recipe must be one of {', '.join(recipes.NAMES)}, got {recipe!r}")
+            raise ValueError(
+                f"recipe must be one of {', '.join(recipes.NAMES)}, got {recipe!r}"
+                + did_you_mean(recipe, recipes.NAMES)
+            )
         recipe = getattr(recipes, recipe)()
     check_recipe(recipe)
     if recipe.takes_scales:
@@ -181,7 +185,7 @@ def _experts_class(parent: Any, is_quantized: bool) -> Any:
             _warn_of_overrides(parent.Config)
 
         def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-            return grouped.linear(A, B_t.transpose(-2, -1), None, offs, self.recipe)
+            return linear(A, B_t.transpose(-2, -1), None, offs, self.recipe)
 
     Experts.__name__ = Experts.__qualname__ = f"Cute{parent.__name__}"
     if is_quantized:

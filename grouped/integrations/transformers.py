@@ -1,11 +1,11 @@
 """Experts of Hugging Face transformers (5.x) on grouped kernels.
 
-  from grouped.integrations.transformers import prepare, register
+    from grouped.integrations.transformers import prepare, register
 
-  register()
-  model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="grouped_bf16")
-  model.set_experts_implementation("grouped_fp8_block")  # trains in this recipe
-  prepare(model.eval())  # for serving: quantizes the weights once
+    register()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="grouped_bf16")
+    model.set_experts_implementation("grouped_fp8_block")  # trains in this recipe
+    prepare(model.eval())  # for serving: quantizes the weights once
 
 This works with every model that uses transformers' experts interface. Weights may be transposed,
 layers may have biases, other gates (interleaved, clamped) or no gate, and ids may contain the
@@ -22,11 +22,10 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe as hf
 
-import grouped
 from cute_kernels import ops
 from cute_kernels.formats import Format
-from grouped import recipes
 
+from .. import recipes
 from ..functional.experts import (
     ExpertsOptions,
     Layer,
@@ -35,6 +34,7 @@ from ..functional.experts import (
     run_quantized_inference,
 )
 from ..functional.experts import experts as compute_experts
+from ..functional.linear_autograd import linear
 from ..nn.cached_weight import lookup, warn_if_captured
 from ..preparation import (
     SOURCES,
@@ -45,6 +45,7 @@ from ..preparation import (
     is_foreign_experts,
     reorder,
 )
+from ..preparation import prepare as prepare_model
 from ..recipes import Recipe, check_recipe
 from ..tensor.grouped_tensor import GroupedTensor
 
@@ -73,7 +74,7 @@ def register(**more: Recipe) -> tuple[str, ...]:
         All names that ``experts_implementation`` and ``set_experts_implementation`` now accept.
 
     Raises:
-        TypeError: a value is no recipe.
+        TypeError: A value is not a recipe.
         ValueError: transformers has an implementation of that name, or a recipe uses delayed
             scaling, whose scales transformers' experts cannot hold.
     """
@@ -132,7 +133,7 @@ def prepare(
     """
     if not any(experts_of(model)):
         raise ValueError(f"{type(model).__name__} has no experts that use transformers' interface")
-    return grouped.prepare(model, fmt, trainable=trainable, columnwise=columnwise, masters=masters)
+    return prepare_model(model, fmt, trainable=trainable, columnwise=columnwise, masters=masters)
 
 
 def guard_methods(model: nn.Module) -> None:
@@ -163,7 +164,7 @@ def save_pretrained(
 
 
 def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
-    """Run ``set_experts_implementation``; raise ValueError if it cannot multiply the weights.
+    """Run ``set_experts_implementation``. Raise ValueError if it cannot multiply the weights.
 
     If it raises, the model is unchanged.
     """
@@ -302,7 +303,7 @@ def _layer(experts: Any, name: str, recipe: Recipe) -> Layer:
 
 def _linear(experts: Any, x: Tensor, name: str, offs: Tensor, recipe: Recipe) -> Tensor:
     weight, bias = _operands(experts, name)
-    return grouped.linear(x.to(weight.dtype), weight, bias, offs, recipe)
+    return linear(x.to(weight.dtype), weight, bias, offs, recipe)
 
 
 def _is_swiglu(experts: Any) -> bool:

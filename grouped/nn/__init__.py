@@ -7,3 +7,7 @@ from .moe import MoE
 from .router import MoELosses, Router
 
 __all__ = ["DelayedScaling", "GroupedLinear", "GroupedMLP", "MoE", "MoELosses", "Router"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

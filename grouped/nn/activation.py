@@ -16,8 +16,7 @@ def resolve_activation(activation: object, interleaved: bool) -> Activation:
 
     Raises:
         TypeError: ``activation`` is neither a name nor a record.
-        ValueError: There is no activation of this name, or ``interleaved`` is True for one without
-            a gate.
+        ValueError: No activation has this name, or ``interleaved`` is True for one without a gate.
     """
     if not isinstance(activation, (str, Activation)):
         raise TypeError(

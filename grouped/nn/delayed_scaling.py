@@ -65,13 +65,13 @@ class DelayedScaling(nn.Module):
 
     Attributes:
         input_scale: (G,) fp32. The scale of each group's input. It starts as zeros, or as ones
-            under ``initial_scale="one"``. ``weight_scale`` and ``grad_output_scale`` are alike.
+            under ``initial_scale="one"``. Other roles have the same form.
         input_amax_history: (L, G) fp32. It starts as zeros. Row 0 has the amaxes of the current
             step, and row L - 1 the newest earlier ones. ``weight_amax_history`` and
-            ``grad_output_amax_history`` are alike.
+            ``grad_output_amax_history`` have the same form.
 
     Raises:
-        TypeError: ``recipe`` is no FP8Delayed.
+        TypeError: ``recipe`` is not an FP8Delayed.
         ValueError: ``num_groups`` is not positive.
     """
 
@@ -103,7 +103,7 @@ class DelayedScaling(nn.Module):
         return 0.0 if self.recipe.initial_scale == "current" else 1.0
 
     def scale(self, role: str) -> Tensor:
-        """Return the factors (G,), fp32, of a role before the cast; 0 for a group without one."""
+        """Return the (G,) fp32 factors of a role. A group without a factor has 0."""
         return getattr(self, f"{role}_scale")
 
     def amax_history(self, role: str) -> Tensor:
@@ -149,7 +149,7 @@ class DelayedScaling(nn.Module):
 
     @torch.no_grad()
     def poll(self) -> None:
-        """Check for which roles all groups have scales; later calls compute no amaxes for them.
+        """Check for which roles all groups have scales. Later calls compute no amaxes for them.
 
         On a GPU it does not wait: one call starts a copy to the host, and a later call reads it.
         """
@@ -208,7 +208,7 @@ class DelayedScaling(nn.Module):
             self.update()
 
     def _records_amaxes(self) -> bool:
-        """Return True if a call now records amaxes; raise RuntimeError under ``torch.func``."""
+        """Return True if a call now records amaxes. Raise RuntimeError under ``torch.func``."""
         if not (self.training and torch.is_grad_enabled()):
             return False
         if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():

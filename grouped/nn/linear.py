@@ -95,6 +95,10 @@ class GroupedLinear(InspectableLayer):
         ValueError: A size is not positive, or no multiple of the recipe's blocks.
     """
 
+    #: (G, N, K), or ``weight0`` ... ``weight{G-1}`` if ``single_parameter`` is False.
+    weight: nn.Parameter
+    #: (G, N), or None without a bias. ``bias0`` ... if ``single_parameter`` is False.
+    bias: nn.Parameter | None
     #: Name of a process group whose ranks have different rows and replicated DTensor parameters.
     #: Gradients are summed over it.
     token_group: str | None = None
@@ -204,7 +208,7 @@ class GroupedLinear(InspectableLayer):
 
         Raises:
             TypeError: A dtype is not supported.
-            ValueError: A shape, a device or ``offs`` breaks a rule.
+            ValueError: A shape, a device or ``offs`` is invalid.
             RuntimeError: ``is_first_microbatch=False`` without a cached weight, or the weight
                 changed. Or a layer that trains in eager mode only is traced or transformed.
         """
@@ -407,7 +411,7 @@ class GroupedLinear(InspectableLayer):
     def _weight_of_first_microbatch(
         self, cache_inputs: list[Tensor], needs_dx: bool
     ) -> QuantizedOperand:
-        """Return the weight that the first microbatch cached; raise RuntimeError if it is stale."""
+        """Return the weight that the first microbatch cached. Raise RuntimeError if it is stale."""
         cached = self._cached_weight
         if cached is None:
             raise RuntimeError(

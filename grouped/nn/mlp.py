@@ -33,7 +33,7 @@ class Mixture:
         weights: (T, k) fp32. The routing weights.
         routing: Routing of the T tokens.
         options: Options of the experts.
-        compute_shared: Computes the rows of the shared expert, (T, H); None if there is no shared
+        compute_shared: Computes the rows of the shared expert, (T, H). None if there is no shared
             expert. It is called once, when the rows are needed or when the device has time.
     """
 
@@ -90,7 +90,7 @@ class GroupedMLP(nn.Module):
     Raises:
         ValueError: A size is not positive, or no multiple of the recipe's blocks. Or there is no
             activation of this name, or ``interleaved`` is True for one without a gate.
-        TypeError: ``activation`` is no activation.
+        TypeError: ``activation`` is not an activation.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class MoE(nn.Module):
         experts: A ``GroupedMLP`` with ``gate_up.weight`` (E, 2 I, H) and ``down.weight`` (E, H, I).
         shared: A ``GroupedMLP`` of one group, or None.
 
-    Arguments of some models::
+    Arguments of some models:
 
         Mixtral      (the defaults)
         Qwen3-MoE    renormalize=norm_topk_prob
@@ -97,8 +97,8 @@ class MoE(nn.Module):
         gpt-oss      activation="clamped_swiglu", bias=True, interleaved=True, router_bias=True
 
     Raises:
-        ValueError: A size or an option breaks a rule.
-        TypeError: ``recipe`` is no recipe, or ``activation`` is no activation.
+        ValueError: A size or an option is invalid.
+        TypeError: ``recipe`` is not a recipe, or ``activation`` is not an activation.
 
     Warns:
         UserWarning: ``activation`` is ``"gelu"``, ``"relu"`` or ``"silu"``.
@@ -212,7 +212,7 @@ class MoE(nn.Module):
             (..., H) in the dtype of ``x``; with ``losses`` also ``MoELosses``.
 
         Raises:
-            ValueError: A shape, a device or ``num_tokens`` breaks a rule.
+            ValueError: A shape, a device or ``num_tokens`` is invalid.
             TypeError: A dtype or a type is not supported.
             RuntimeError: As in ``GroupedLinear.forward``; or a transform of ``torch.func``.
         """

@@ -87,7 +87,7 @@ class Router(nn.Module):
             chosen and nowhere else, like DeepSeek-V3's ``e_score_correction_bias``.
 
     Raises:
-        ValueError: A size or an option breaks a rule.
+        ValueError: A size or an option is invalid.
         TypeError: An argument has the wrong type.
     """
 
@@ -276,7 +276,7 @@ class Router(nn.Module):
 
         Raises:
             RuntimeError: The router has no ``selection_bias``.
-            TypeError: ``tokens_per_expert`` is no tensor of numbers.
+            TypeError: ``tokens_per_expert`` is not a tensor of numbers.
             ValueError: ``tokens_per_expert`` does not have E elements.
         """
         if self.selection_bias is None:

@@ -31,14 +31,14 @@ EAGER_ONLY = (
 
 
 class WgradAccumulator:
-    """Options of a layer for the gradients of its parameters, and the gradients that are pending.
+    """Options of a layer for the gradients of its parameters, and its pending gradients.
 
     Args:
         fuse: True writes the gradients of the weight into ``main_grad``.
         delay: True keeps gradients pending until ``run_oldest``.
 
     Attributes:
-        hooks: Functions that run after pending gradients were computed.
+        hooks: Functions that run after the pending gradients have been computed.
     """
 
     def __init__(self, fuse: bool, delay: bool) -> None:
@@ -75,7 +75,7 @@ class WgradAccumulator:
     def begin_call(
         self, weights: dict[str, Tensor], biases: dict[str, Tensor], overwrite: bool
     ) -> "ParameterGradients":
-        """Return the accumulator of one call; see ``ParameterGradients`` for the arguments."""
+        """Return the accumulator of one call. See ``ParameterGradients`` for the arguments."""
         return ParameterGradients(
             weights, biases, self._fuse, overwrite, self._stored if self._delay else None
         )
@@ -306,7 +306,7 @@ def _main_grad(name: str, parameter: Tensor) -> Tensor:
 
     Raises:
         RuntimeError: It is missing.
-        TypeError: It is no plain tensor, or its dtype is not supported.
+        TypeError: It is not a plain tensor, or its dtype is not supported.
         ValueError: It has another shape or device, or is not contiguous.
     """
     shape, dtypes = tuple(parameter.shape), sorted({torch.float32, parameter.dtype}, key=str)
@@ -333,7 +333,7 @@ def _main_grad(name: str, parameter: Tensor) -> Tensor:
 
 
 def _mark_as_added(parameter: Any) -> Tensor:
-    """Tell hooks that the gradient is in ``main_grad``; return zeros for ``.grad``.
+    """Tell hooks that the gradient is in ``main_grad`` and return zeros for ``.grad``.
 
     Code that adds ``.grad`` to ``main_grad`` anyway then adds nothing.
     """

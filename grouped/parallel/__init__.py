@@ -12,3 +12,7 @@ __all__ = [
     "clip_grad_norm_",
     "expert_capacity",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

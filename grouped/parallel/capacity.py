@@ -33,7 +33,7 @@ def expert_capacity(
         top_k: k, experts per token.
         num_experts: E, experts of the whole layer.
         num_ranks: R, ranks of the mesh.
-        slack: factor above an even share, at least 1.
+        slack: Factor above an even share, at least 1.
 
     Returns:
         (pairs, tokens). Even routing sends T k / R pairs of a token and an expert to each rank. It
@@ -42,8 +42,8 @@ def expert_capacity(
         (T min(k, E / R), T), which drops nothing.
 
     Raises:
-        TypeError: a number has another type.
-        ValueError: a size is not positive, the ranks do not divide E, or slack is below 1.
+        TypeError: A number has another type.
+        ValueError: A size is not positive, the ranks do not divide E, or slack is below 1.
     """
     for name, size in (("num_tokens", num_tokens), ("top_k", top_k), ("num_ranks", num_ranks)):
         check_size(name, size)

@@ -24,11 +24,11 @@ def clip_grad_norm_(
     equal on all ranks after data parallelism has summed it.
 
     Args:
-        parameters: parameters whose ``grad`` is scaled in place.
-        max_norm: largest norm that is not scaled.
-        norm_type: order of the norm; ``math.inf`` for the largest magnitude.
-        error_if_nonfinite: raise if the norm is NaN or infinite. This reads the norm on the host.
-        foreach: as in PyTorch's function.
+        parameters: Parameters whose ``grad`` is scaled in place.
+        max_norm: Largest norm that is not scaled.
+        norm_type: Order of the norm; ``math.inf`` for the largest magnitude.
+        error_if_nonfinite: Raise if the norm is NaN or infinite. This reads the norm on the host.
+        foreach: As in PyTorch's function.
 
     Returns:
         () fp32, the norm before clipping: a plain tensor, equal on all ranks.

@@ -78,11 +78,11 @@ class Exchange:
         overlap: True computes work that needs no exchange while results travel.
 
     Attributes:
-        sent: bytes that this rank sent to other ranks, by the keys ``"dispatch"``, ``"combine"``,
+        sent: Bytes that this rank sent to other ranks, by the keys ``"dispatch"``, ``"combine"``,
             ``"dispatch_gradient"``, ``"combine_gradient"`` and ``"routing"``. Compiled code does
             not count.
         dropped: () int64 on the device, the number of pairs without a row in the capacity, over all
-            calls; None before the first call with a capacity.
+            calls. None before the first call with a capacity.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class Exchange:
             x: (T, H). The tokens of this rank.
             p: (T, k) fp32. The routing weights.
             routing: Routing of these tokens to all E experts.
-            gate_up_layer: the first layer, with the E / R experts of this rank.
-            down_layer: the second layer.
+            gate_up_layer: The first layer, with the E / R experts of this rank.
+            down_layer: The second layer.
             options: Options of ``grouped.functional.experts.experts``.
             overlapped_work: Called while results travel.
 
@@ -187,7 +187,7 @@ class Exchange:
 
         Args:
             metadata: (V, 2 k) int32, the metadata of the received tokens.
-            plan: the plan of this exchange.
+            plan: The plan of this exchange.
 
         Returns:
             (P,) int32 token, (P, 1) int32 local expert and (P, 1) fp32 weight. Token and expert are
@@ -299,7 +299,7 @@ def _slots(starts: Tensor, end_rows: Tensor, size: int, free: int) -> Tensor:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Sends tokens to the ranks of their experts; their gradients come back and are summed here."""
+    """Sends tokens to the ranks of their experts. Their gradients come back and are summed here."""
 
     @staticmethod
     def forward(

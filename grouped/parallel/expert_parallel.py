@@ -85,9 +85,9 @@ class _ExpertStyle(ParallelStyle):
         """Replace the parameters of router and shared expert by replicated DTensors.
 
         Args:
-            moe: the layer.
-            mesh: the mesh of the style.
-            group: name of the group of ranks that have different tokens, or None if all ranks have
+            moe: The layer.
+            mesh: The mesh of the style.
+            group: Name of the group of ranks that have different tokens, or None if all ranks have
                 the same tokens.
         """
         moe.router.token_group = group
@@ -121,10 +121,10 @@ class ExpertParallel(_ExpertStyle):
     are those of a process whose experts read ``dequantize(quantize(x, wire))``.
 
     Args:
-        mesh: a mesh of one dimension; None takes that of ``parallelize_module``.
-        wire: format in which tokens travel: FP8Block, MXFP8, or row-scaled NVFP4. Codes and scales
+        mesh: A mesh of one dimension; None takes that of ``parallelize_module``.
+        wire: Format in which tokens travel: FP8Block, MXFP8, or row-scaled NVFP4. Codes and scales
             are sent instead of values. None sends the dtype of the tokens.
-        gradient_wire: format in which the gradients of outputs travel. Outputs, and gradients of
+        gradient_wire: Format in which the gradients of outputs travel. Outputs, and gradients of
             tokens, travel in the dtype of the computation.
         capacity: (pairs, tokens), the largest numbers that one rank sends to each single rank in a
             call, including itself: pairs of a token and an expert, and tokens. They are neither
@@ -136,18 +136,18 @@ class ExpertParallel(_ExpertStyle):
             ``torch.compile(fullgraph=True)`` require. Pairs beyond the capacity are left out and
             counted in ``moe.exchange.dropped``; (T * min(k, E / R), T) drops none. None sends as
             many as there are, and the host reads the counts once per call.
-        overlap: compute the shared expert of a ``MoE`` while outputs of the other experts travel.
+        overlap: Compute the shared expert of a ``MoE`` while outputs of the other experts travel.
             The bits are the same.
-        replicate: make the parameters of router and shared expert DTensors. False leaves them
+        replicate: Make the parameters of router and shared expert DTensors. False leaves them
             plain, for ``fully_shard`` along a mesh that contains these ranks. Their gradients
             must then be summed like those of any module under data parallelism.
 
     ``moe.exchange`` is an ``Exchange``, whose ``sent`` counts the bytes on the wire.
 
     Raises:
-        TypeError: the module is no MoE or GroupedMLP, a wire is no format, or a capacity has other
-            types than int.
-        ValueError: the ranks do not divide E, the recipe uses delayed scaling, the mesh has several
+        TypeError: The module is not a MoE or GroupedMLP, a wire is not a format, or a capacity is
+            not an int.
+        ValueError: The ranks do not divide E, the recipe uses delayed scaling, the mesh has several
             dimensions, rows of a wire share scales, or a capacity is not one or two positive
             numbers.
     """
@@ -202,8 +202,8 @@ class ExpertTensorParallel(_ExpertStyle):
     added in fp32 and rounded again.
 
     Raises:
-        TypeError: the module is no MoE or GroupedMLP.
-        ValueError: the ranks do not divide I into multiples that the recipe allows, the experts
+        TypeError: The module is not a MoE or GroupedMLP.
+        ValueError: The ranks do not divide I into multiples that the recipe allows, the experts
             have biases or quantized weights, or ``ExpertParallel`` would raise.
     """
 

@@ -73,7 +73,7 @@ def pack(x: Tensor, fmt: Format) -> Tensor:
 
     Args:
         x: (T, H), bf16, fp16 or fp32.
-        fmt: a format with independent rows, see ``check_wire``.
+        fmt: A format with independent rows, see ``check_wire``.
 
     Returns:
         (T, W) int32: codes, block scales and global scale of each row, padded to 16 bytes.
@@ -102,8 +102,8 @@ def unpack(flat: Tensor, columns: int, fmt: Format, dtype: torch.dtype) -> Tenso
     Args:
         flat: (T, W) int32.
         columns: H.
-        fmt: the format of the rows.
-        dtype: dtype of the result.
+        fmt: The format of the rows.
+        dtype: Dtype of the result.
 
     Returns:
         (T, H) of ``dtype``.

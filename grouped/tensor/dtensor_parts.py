@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def local_part(t: Any) -> Any:
-    """Return this rank's part of a DTensor, outside of autograd; return other tensors unchanged."""
+    """Return this rank's part of a DTensor, without autograd, or any other tensor unchanged."""
     return getattr(t, "_local_tensor", t)
 
 
@@ -32,7 +32,7 @@ def from_local_part(
 def wrap_like(p: Tensor, local: Tensor) -> Tensor:
     """Return ``local`` as this rank's part of a DTensor sharded like ``p``.
 
-    If ``p`` is no DTensor, return ``local`` itself.
+    If ``p`` is not a DTensor, return ``local`` itself.
     """
     if not is_distributed(p):
         return local
@@ -43,7 +43,7 @@ def wrap_like(p: Tensor, local: Tensor) -> Tensor:
 def shard_like(p: Any, t: Any) -> Tensor:
     """Return ``t`` sharded like ``p``.
 
-    A plain ``t`` must be equal on all ranks. If ``p`` is no DTensor, return ``t`` itself.
+    A plain ``t`` must be equal on all ranks. If ``p`` is not a DTensor, return ``t`` itself.
     """
     if not is_distributed(p):
         return t

@@ -167,7 +167,7 @@ class GroupedTensor(GroupedTensorBase):
                 ceil(K / block)), with one scale for every row: scales of 16x16 and 32x32 blocks
                 are repeated. For ``FP8Block((128, 128))`` (G, ceil(N / 128), ceil(K / 128)).
                 Scales of one byte may be uint8. In ``"tiles"`` the buffer ``rowwise.scales``.
-            amax: Amax of NVFP4, which its global scale follows from: (G,) fp32, or (T,) or (G, N)
+            amax: Amax of NVFP4, from which its global scale follows: (G,) fp32, or (T,) or (G, N)
                 if row-scaled. One number for all is accepted, too. Recorded amax of FP8, by default
                 computed from the codes.
             global_scale: Factor of codes times block scales, instead of ``amax``: ModelOpt's
@@ -195,11 +195,11 @@ class GroupedTensor(GroupedTensorBase):
     def to_parts(
         self, layout: Layout = "linear", *, global_scale: bool = False
     ) -> dict[str, Tensor]:
-        """Return the rowwise copy as plain tensors by the names of ``from_parts``, which undoes it.
+        """Return the rowwise copy as plain tensors, by the names that ``from_parts`` takes.
 
         ``GroupedTensor.from_parts(q.format, **q.to_parts(layout), layout=layout, dtype=q.dtype)``
-        has the bytes of ``q``; prepacked codes come in the order of the layout contract. Tensors
-        whose layout changes are new, the others are those of this tensor.
+        has the bytes of ``q``. Prepacked codes are unpacked. Tensors whose layout changes are new.
+        The others share the memory of this tensor.
 
         Args:
             layout: Layout of the scales. In ``"linear"`` scales of the tail of a capacity buffer
@@ -213,7 +213,7 @@ class GroupedTensor(GroupedTensorBase):
         copy = self.unpack().rowwise
         if copy is None or self._shapes is not None:
             raise ValueError(
-                f"to_parts is of the rowwise copy of ragged and uniform tensors, got {self!r}"
+                f"to_parts needs the rowwise copy of a ragged or uniform tensor, got {self!r}"
             )
         return split_parts(self.format, self.shape, self._offs, copy, layout, global_scale)
 
@@ -236,7 +236,7 @@ class GroupedTensor(GroupedTensorBase):
         if not isinstance(value, GroupedTensor):
             raise TypeError(
                 f".data of a GroupedTensor must be a GroupedTensor, got {type(value).__name__}; "
-                "copy_() quantizes into the storage that is there, grouped.quantize makes a new one"
+                "copy_() quantizes into the existing storage, grouped.quantize makes a new one"
             )
         if value.shape != self.shape:
             raise ValueError(
@@ -537,7 +537,7 @@ def assemble(
     columnwise: bool,
     shapes: MemberShapes | None = None,
 ) -> GroupedTensor:
-    """Make a tensor from the outputs of the quantize op; a compiled graph calls it as one node.
+    """Make a tensor from the outputs of the quantize op. A compiled graph calls it as one node.
 
     It takes the text of the format, since a node cannot take a record that compiled code makes.
     """

@@ -69,7 +69,7 @@ def split_parts(
     layout: Layout,
     global_scale: bool,
 ) -> dict[str, Tensor]:
-    """Undo ``join_parts``; see ``GroupedTensor.to_parts``."""
+    """Undo ``join_parts``. See ``GroupedTensor.to_parts``."""
     check_choice("layout", layout, _LAYOUTS)
     tensors = copy._asdict()
     if fmt.scale is not None and layout == "linear":
@@ -101,7 +101,7 @@ def _slot_rows(
 ) -> tuple[Tensor, int]:
     """Return the slot row of each row, and the number of slot rows.
 
-    Rows of the tail have the row behind all slots.
+    Rows of the tail get the row after all slots.
     """
     groups = Groups.from_shape(shape, offs, device)
     group, end = groups.group_of_row(), groups.num_tiles * TILE_ROWS

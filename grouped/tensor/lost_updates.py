@@ -30,7 +30,7 @@ def adds_update(name: str) -> bool:
 
 
 def snapshot(x: GroupedTensor) -> tuple[Tensor, ...] | None:
-    """Copy the bytes of ``x``; return None on a GPU and while tracing.
+    """Return a copy of the bytes of ``x``, or None on a GPU and while tracing.
 
     On a GPU a comparison would wait for the device in each step. A flag on the device would cost a
     copy of the codes, and nothing would read it. While tracing there are no bytes.
@@ -54,8 +54,8 @@ def warn_if_lost(
     Args:
         x: The updated tensor.
         before: Its ``snapshot``. If it is None, warn once that updates may be lost.
-        name: The op.
-        arguments: Its arguments, decoded, by name.
+        name: Name of the op.
+        arguments: Arguments of the op by name, decoded.
         position: Position of ``x`` in the op's list of tensors, if it takes one.
         dense: The decoded values after the update.
     """

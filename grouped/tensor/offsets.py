@@ -18,8 +18,8 @@ def parse_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
     """Return end rows as an int32 tensor (G,) on the device.
 
     Values of host lists and of CPU tensors are checked here. Values on a GPU are never read, and
-    the kernels clamp them; ``grouped.inspect.check_offsets`` checks them without a synchronization.
-    The last end may be below ``rows``: the rows behind it are a tail. int64 values beyond int32
+    the kernels clamp them. ``grouped.inspect.check_offsets`` checks them without a synchronization.
+    The last end may be below ``rows``: the rows after it are a tail. int64 values beyond int32
     saturate.
 
     Args:

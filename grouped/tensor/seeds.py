@@ -7,7 +7,7 @@ from cute_kernels.formats import Format
 
 
 def draw_seed(fmt: Format, device: torch.device) -> Tensor | None:
-    """Draw a (2,) int64 seed from torch's generator of ``device``; None if not stochastic.
+    """Draw a (2,) int64 seed from torch's generator of ``device``, or None if not stochastic.
 
     It is drawn on the device, so that a CUDA graph draws a new one each time it is replayed.
     """

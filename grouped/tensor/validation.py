@@ -75,7 +75,7 @@ def check_parts(
     """Check that plain tensors fit the shape and format of a quantized tensor.
 
     Raises:
-        TypeError: A dtype does not match, or ``fmt`` is no format record.
+        TypeError: A dtype does not match, or ``fmt`` is not a format record.
         ValueError: A shape or a device does not match.
         cute_kernels.UnsupportedError: The format is not built yet.
     """
@@ -124,7 +124,7 @@ def _check_groups(
     """Raise ValueError unless the groups match the shape."""
     if shapes is not None:
         if offs is not None:
-            raise ValueError("offs and shapes are both given: groups are cut by one of them")
+            raise ValueError("offs and shapes are both given: pass only one of them")
         if len(shape) != 1:
             raise ValueError(f"shape must be (capacity,) with shapes, got {tuple(shape)}")
         check_shapes(shapes, shape[0], fmt.k_multiple, fmt.text)

@@ -70,7 +70,7 @@ def commits_of(records: Iterable[Record]) -> dict[str, str]:
 
 
 def history_of(records: Iterable[Record], commits: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the history of records with one key, by ``perf compare``.
+    """Return the history of records with one key, with the verdicts of ``perf compare``.
 
     Args:
         records: Records with equal keys.
@@ -106,7 +106,7 @@ def history_of(records: Iterable[Record], commits: Mapping[str, str]) -> list[di
 
 
 def _case_id(case: Mapping[str, Any]) -> str:
-    """Return the name of a case in addresses, which new records do not change."""
+    """Return the name of a case in URLs. New records do not change it."""
     return f"{zlib.crc32(json.dumps(dict(case), sort_keys=True).encode()):08x}"
 
 

@@ -51,7 +51,7 @@ def time_measurement(
 
 
 class Meter:
-    """Measures contenders.
+    """Base class of meters, which measure contenders.
 
     Attributes:
         kind: One of ``records.KINDS``.

@@ -13,7 +13,7 @@ _LEAST_SECONDS = 0.02
 
 
 class CpuMeter(Meter):
-    """Measures contenders in turns; a repeat is as many calls as take 20 ms."""
+    """Meter that alternates between contenders. A repeat consists of calls that take 20 ms."""
 
     kind = "cpu"
     arch = "reference"

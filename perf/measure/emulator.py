@@ -73,7 +73,7 @@ def installed(arch: str, num_sms: int) -> Iterator[None]:
 
 
 class EmulatorMeter(Meter):
-    """Counts one call of each contender: the call whose result is checked."""
+    """Counts the instructions of one call of each contender, the call whose result is checked."""
 
     kind = "emulator"
 

@@ -1,4 +1,4 @@
-"""Times on a GPU: CUDA graphs in turns, with a cold L2."""
+"""Times on a GPU: alternating CUDA graphs, with a cold L2."""
 
 import contextlib
 import functools
@@ -37,7 +37,7 @@ _COPY_ELEMENTS, _DENSE = 1 << 29, 8192
 class GpuMeter(Meter):
     """Measures medians of replays of CUDA graphs of many calls.
 
-    All contenders of a task replay in turns, in changing order, since the previous kernel decides
+    All contenders of a task alternate, in changing order, since the previous kernel decides
     how much power is left. Calls go through more sets of operands than L2 can hold.
     """
 
@@ -143,7 +143,7 @@ class GpuMeter(Meter):
 
 
 class _Timer:
-    """Times calls that go through sets of operands in turn.
+    """Timer of calls that loop over sets of operands.
 
     Args:
         runs: A call per set of operands.

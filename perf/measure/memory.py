@@ -30,7 +30,7 @@ class Sizes:
         hidden: Features of a token.
         intermediate: Features inside an expert.
         tokens: Rows of each expert of an MLP, or tokens of a mixture.
-        top_k: Experts per token of a mixture; 0 for an MLP.
+        top_k: Experts per token of a mixture. It is 0 for an MLP.
     """
 
     experts: int

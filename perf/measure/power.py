@@ -13,7 +13,7 @@ _NVML_CLOCK_SM = 1
 
 
 class PowerMeter:
-    """Samples the GPU in use inside ``with``; the first half of all samples is dropped."""
+    """Sampler of clocks and power in a ``with`` block. It drops the first half of all samples."""
 
     def __init__(self) -> None:
         self._nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")

@@ -1,4 +1,4 @@
-"""Other libraries behind one interface, see ``peers.base.Peer``."""
+"""Other libraries behind one interface (``peers.base.Peer``)."""
 
 import importlib
 from collections.abc import Mapping
@@ -22,6 +22,6 @@ PEERS = (
 
 
 def all_peers(paths: Mapping[str, Path]) -> list[Peer]:
-    """Return all peers; ``paths`` are folders of those that run from sources, by name."""
+    """Return all peers. ``paths`` maps names of peers that run from sources to their folders."""
     modules = (importlib.import_module(f"perf.peers.{name}") for name in PEERS)
     return [module.PEER(paths) for module in modules]

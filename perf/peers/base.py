@@ -65,7 +65,7 @@ class Peer:
         self.path = paths.get(self.name)
 
     def missing(self, meter: Meter) -> str:
-        """Return why the peer does not run on a meter's device; empty if it does."""
+        """Return why the peer does not run on a meter's device, or '' if it does."""
         if meter.kind not in self.kinds:
             return f"it does not run on a {meter.kind}"
         if meter.kind == "emulator":
@@ -80,13 +80,13 @@ class Peer:
         return ""
 
     def _missing_checkout(self, meter: Meter) -> str:
-        """Return why the peer does not run on the emulator; empty if it does."""
+        """Return why the peer does not run on the emulator, or '' if it does."""
         if meter.arch != "sm_100a":
             return "its CuTe DSL kernels are for sm_100a"
         if self.path is None:
-            return f"--path {self.name}=FOLDER names no checkout"
+            return f"pass --path {self.name}=FOLDER with a checkout"
         if not (self.path / self.sources).is_dir():
-            return f"{self.path} is no checkout of {self.name}: it has no {self.sources}"
+            return f"{self.path} is not a checkout of {self.name}: it has no {self.sources}"
         return ""
 
     @property

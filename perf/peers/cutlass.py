@@ -70,7 +70,7 @@ class _Call:
         fmt: Format of both operands.
         tile: A key of ``_TILES``.
         num_sms: SMs of the emulated GPU.
-        operands: Quantized operands, with padded groups; None before ``prepare``.
+        operands: Quantized operands, with padded groups. None before ``prepare``.
     """
 
     path: Path

@@ -39,7 +39,7 @@ class Quack(Peer):
         yield self.product(work, "bfloat16", prepare)
 
     def layers(self, work: LayerWork) -> Iterator[Contender]:
-        """Yield the MLP; a forward pass alone stores nothing for a backward pass."""
+        """Yield the MLP. A forward pass alone stores nothing for a backward pass."""
         if work.layer == "mlp":
             yield self._step(work, None, None)
 

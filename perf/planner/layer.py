@@ -83,7 +83,7 @@ def step_of(kernels: Mapping[str, list[Kernel]], weights_cached: bool = False) -
 
 
 def missing_kernels(recipe: Recipe, gpu: Gpu) -> str:
-    """Return why the package does not run a recipe on a GPU; empty if it does."""
+    """Return why the package does not run a recipe on a GPU, or '' if it does."""
     for fmt in (recipe.input, recipe.weight, recipe.grad_output):
         for op in ("grouped_quantize", "grouped_gemm") if fmt is not None else ("grouped_gemm",):
             status = support(op, fmt, gpu.arch, columnwise=fmt is not None)

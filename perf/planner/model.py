@@ -31,7 +31,7 @@ _ASSUMED = {
     "multiply fp8, fp8": 1.18,  # torch's products with one scale per row
     "multiply fp8, fp8_block": 1.09,  # DeepGEMM's products
     "decode": 2.5,
-    "instruction": 0.7,  # a PTX instruction; most hide behind memory
+    "instruction": 0.7,  # a PTX instruction; most overlap with memory accesses
     "fill": 1.5,
     "launch": 2.0,
     "launch quantize": 6.0,

@@ -19,7 +19,7 @@ FITTED = "H200"
 _CURRENT = {
     "gemm": ("ours", "ours, prepacked", "ours, tokens quantized too"),
     "quantize": ("ours",),
-    "layer": ("ours", "ours, weight kept"),
+    "layer": ("ours", "ours, cached weight"),
 }
 #: Quantities, and the kernels of a call that they cover.
 _COVERED_KERNELS = {
@@ -77,7 +77,7 @@ def _layer(record: Record, gpu: Gpu, counts: Counts) -> list[Kernel]:
         return []
     layer = Layer(_sizes(record), case["hidden"], case["intermediate"], case["layer"] == "mlp")
     kernels = passes(layer, recipe, gpu, counts)
-    is_cached = record.contender == "ours, weight kept"
+    is_cached = record.contender == "ours, cached weight"
     if case["pass"] == "forward":
         return kernels["serving"] if is_cached else [*kernels["weights"], *kernels["forward"]]
     return step_of(kernels, is_cached)

@@ -77,7 +77,7 @@ def element_bytes(fmt: Format | None, dtype: torch.dtype = torch.bfloat16) -> fl
     Global scales are left out: there is one per row or group.
 
     Args:
-        fmt: Format of the tensor; None for a plain one.
+        fmt: Format of the tensor. None for a plain one.
         dtype: Data type of a plain tensor.
     """
     if fmt is None:

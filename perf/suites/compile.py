@@ -27,7 +27,8 @@ _REPEATS = 3
 class _CompileMeter(Meter):
     """Compiles into a temporary cache folder, then loads from it.
 
-    The machine code of emulated kernels also gives registers and stack.
+    For emulated kernels it also reads the number of registers and the stack size from the machine
+    code.
     """
 
     kind = "cpu"

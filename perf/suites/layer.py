@@ -49,7 +49,7 @@ class Step:
 
     Attributes:
         x: Input (T, hidden).
-        dy: Gradient of the output; None without a backward pass.
+        dy: Gradient of the output. None without a backward pass.
         parameters: The tensors of each weight: one (G, N, K), or G of (N, K).
         gather: Makes ``x`` again in each pass.
     """
@@ -280,7 +280,7 @@ class LayerWork:
             )
             if recipe.is_quantized:
                 make = functools.partial(self.package_step, recipe, True)
-                yield self.contender("ours, weight kept", name, make, bound)
+                yield self.contender("ours, cached weight", name, make, bound)
             if options.full and meter.kind == "gpu" and self.layer != "experts":
                 make = functools.partial(self.package_step, recipe, False, compiled=True)
                 yield self.contender("ours, compiled", name, make, bound)

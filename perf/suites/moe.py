@@ -44,7 +44,7 @@ EXPERTS_ONLY = (
 
 @dataclass(frozen=True)
 class MoEShape(LayerShape):
-    """Experts of a mixture; each token goes to ``top_k`` of them."""
+    """Experts of a mixture. Each token goes to ``top_k`` of them."""
 
     top_k: int
 
@@ -129,7 +129,7 @@ class MoEWork(LayerWork):
 
     @functools.cached_property
     def bias(self) -> Tensor | None:
-        """Bias (E,) of the logits that gives experts about ``sizes`` rows; None without a bias."""
+        """Bias (E,) of the logits that gives experts about ``sizes`` rows, or None."""
         sizes = torch.tensor(self.sizes, device=self.device)
         return sizes.clamp_min(0.5).log().bfloat16() if self.routing == "zipf" else None
 

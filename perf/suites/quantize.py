@@ -127,8 +127,8 @@ def amax_and_seed(
 
     Args:
         fmt: Format of the copies.
-        amax: (groups,); a transformed format gets it once per copy.
-        request: Copies that are made.
+        amax: (groups,). It is repeated for each copy of a transformed format.
+        request: Requested copies.
         device: Device of the seed.
     """
     if amax is not None and fmt.is_transformed and len(request.copies) > 1:
@@ -173,7 +173,7 @@ def dequantize_copies(
     rows: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Return the buffers behind those of the copies, then the decoded copies."""
+    """Return the buffers after those of the copies, then the decoded copies."""
     copies = request.copies
     names = list(dict.fromkeys(name for copy in copies for name in fmt.buffer_names(copy)))
     named = dict(zip(names, buffers, strict=False))

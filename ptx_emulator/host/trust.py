@@ -32,7 +32,7 @@ def distrust(status: os.stat_result) -> str | None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents; no other user may write it, whatever the umask is."""
+    """Create a folder and its parents. No other user may write it, whatever the umask is."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=_FOLDER_MODE, exist_ok=True)
 
@@ -75,7 +75,7 @@ def read_file(folder: int, name: str) -> bytes:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file atomically; no other user may write it, whatever the umask is.
+    """Write a file atomically. No other user may write it, whatever the umask is.
 
     A folder at the same path is deleted first.
     """

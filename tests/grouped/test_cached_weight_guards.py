@@ -182,5 +182,5 @@ def test_a_closure_computes_gradients():
 
 def test_masters_name_parameters_of_the_optimizer():
     p, unknown = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4).to(BF16))
-    with pytest.raises(TypeError, match="masters names a tensor that is no parameter"):
+    with pytest.raises(TypeError, match="masters names a tensor that is not a parameter"):
         optim.AdamW([p], masters={unknown: torch.ones(4)}, master_weights=True)

@@ -50,7 +50,7 @@ def build_model(kind):
 
 @torch.no_grad()
 def expected(model, sequences):
-    """Record the amaxes (layers, 2, experts) with hooks; 0 for an expert without a token."""
+    """Record the amaxes (layers, 2, experts) with hooks, or 0 for an expert without a token."""
     amaxes = torch.zeros(2, 2, EXPERTS)
 
     def record(layer):
@@ -235,16 +235,16 @@ def test_read_ids_of_every_kind_of_file(tmp_path):
 
 
 WRONG = {
-    "c.json": ("{", "is no JSON"),
+    "c.json": ("{", "is not valid JSON"),
     "d.json": ('{"a": 1}', "must hold a list of token ids, or of rows, got dict"),
     "e.json": ("[1.5]", "must hold integers, .* got torch.float32"),
     "f.json": ('["a"]', "has text, and .* has no tokenizer"),
     "i.json": ('[{"x": 1}]', "must hold token ids, text, or lists of them, got None"),
-    "c.jsonl": ('[1]\n{"a', "is no JSON"),
-    "c.pt": ("abc", "is no file of tensors"),
+    "c.jsonl": ('[1]\n{"a', "is not valid JSON"),
+    "c.pt": ("abc", "is not a file of tensors"),
     "h.json": ("[true]", "must hold integers, .* got torch.bool"),
-    "c.npy": ("abc", "is no array of numbers"),
-    "c.safetensors": ("abc", "is no whole safetensors file"),
+    "c.npy": ("abc", "is not an array of numbers"),
+    "c.safetensors": ("abc", "is not a complete safetensors file"),
     "c.csv": ("1,a", "has text, and .* has no tokenizer"),
     "c.txt": (" \n", "has no token ids"),
     "d.txt": ("some text", "has text, and .* has no tokenizer"),
@@ -254,7 +254,7 @@ WRONG = {
 @pytest.mark.parametrize("ending", ["json", "jsonl", "txt"])
 def test_binary_files_are_refused(ending, tmp_path):
     (tmp_path / f"x.{ending}").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=f"x.{ending} is no text"):
+    with pytest.raises(ValueError, match=f"x.{ending} is not text"):
         read_ids(tmp_path / f"x.{ending}")
 
 

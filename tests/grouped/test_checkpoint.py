@@ -378,7 +378,7 @@ def test_a_truncated_file_is_refused(index, sharded_folder):
     path.unlink()
     file = sharded_folder / min(files.values())
     file.write_bytes(file.read_bytes()[:-9])
-    assert_folder_refused(sharded_folder, "no whole safetensors file")
+    assert_folder_refused(sharded_folder, "not a complete safetensors file")
 
 
 def test_save_must_not_rename_two_tensors_to_one(tmp_path):

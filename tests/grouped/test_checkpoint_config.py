@@ -627,7 +627,7 @@ def test_the_older_file_of_modelopt_is_read_too(tmp_path):
             '{"quantization": {"quant_algo": "NVFP4", "rotation": {"r": 1}}}',
             "quantization.rotation is",
         ),
-        ("{", "hf_quant_config.json is no JSON"),
+        ("{", "hf_quant_config.json is not valid JSON"),
     ):
         path.write_text(content)
         with pytest.raises(ValueError, match=message):
@@ -635,7 +635,7 @@ def test_the_older_file_of_modelopt_is_read_too(tmp_path):
     path.write_text('{"quantization": {"quant_algo": null}}')
     checkpoint.load(MoE(64, 64, EXPERTS, 1, dtype=BF16), tmp_path)
     (tmp_path / "config.json").write_text('{"a"')
-    with pytest.raises(ValueError, match="config.json is no JSON: Expecting"):
+    with pytest.raises(ValueError, match="config.json is not valid JSON: Expecting"):
         checkpoint.load(MoE(64, 64, EXPERTS, 1, dtype=BF16), tmp_path)
 
 

@@ -407,7 +407,7 @@ def test_a_damaged_index(content, tmp_path):
         make_layers(1),
         tmp_path,
         ValueError,
-        "model.safetensors.index.json (is no JSON|must hold a JSON|has no weight_map)",
+        "model.safetensors.index.json (is not valid JSON|must hold a JSON|has no weight_map)",
     )
 
 
@@ -418,7 +418,7 @@ def test_a_damaged_config(content, tmp_path):
     (tmp_path / "config.json").write_bytes(content.encode("latin1"))
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"config.json (is no JSON|must hold a JSON object, got list)"
+        ValueError, match=r"config.json (is not valid JSON|must hold a JSON object, got list)"
     ):
         Reader(tmp_path).config()
 
@@ -447,11 +447,11 @@ def test_damaged_headers(header, tmp_path):
     """Check that damaged safetensors headers are refused."""
     raw_file(tmp_path / "model.safetensors", header, bytes(16))
     assert_refused(
-        make_layers(1), tmp_path, ValueError, "model.safetensors is no whole safetensors file"
+        make_layers(1), tmp_path, ValueError, "model.safetensors is not a complete safetensors file"
     )
     raw_file(tmp_path / "model.safetensors", header, bytes(16), 2**40)
     assert_refused(
-        make_layers(1), tmp_path, ValueError, "model.safetensors is no whole safetensors file"
+        make_layers(1), tmp_path, ValueError, "model.safetensors is not a complete safetensors file"
     )
 
 
@@ -475,7 +475,7 @@ def test_rename_must_be_a_mapping_of_regular_expressions(tmp_path):
             make_layers(1),
             tmp_path,
             ValueError,
-            "rename has .*no regular expression",
+            "rename has .*not a regular expression",
             rename=rename,
         )
     for rename in ([("a", "b")], {"a": 1}, {1: "a"}):

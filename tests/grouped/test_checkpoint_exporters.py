@@ -336,7 +336,7 @@ HINTS = {
             n.replace("down_proj.weight", "down_proj.qweight") if "scale" not in n else n: v
             for n, v in t.items()
         },
-        "no layout of modelopt",
+        "not a layout of modelopt",
     ),
 }
 

@@ -236,7 +236,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
     [
         (
             lambda source: (source / "config.json").write_text('{"a": '),
-            "config.json is no JSON: Expecting value",
+            "config.json is not valid JSON: Expecting value",
         ),
         (
             lambda source: (source / "config.json").write_text("[]"),
@@ -245,7 +245,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
         (lambda source: (source / "model.safetensors").unlink(), "no safetensors file in"),
         (
             lambda source: (source / "model.safetensors").write_bytes(b"abc"),
-            "is no whole safetensors file",
+            "is not a complete safetensors file",
         ),
     ],
     ids=["json", "list", "missing", "damaged"],

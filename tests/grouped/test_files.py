@@ -194,7 +194,7 @@ def test_to_parts_needs_a_rowwise_copy():
         grouped.quantize(sample(512), FORMATS["1x16"], shapes=[(8, 64)]),
         grouped.quantize(sample(3, 32, 64), FORMATS["1x16"], rowwise=False, columnwise=True),
     ):
-        with pytest.raises(ValueError, match="to_parts is of the rowwise copy"):
+        with pytest.raises(ValueError, match="to_parts needs the rowwise copy"):
             q.to_parts()
 
 

@@ -151,7 +151,7 @@ def test_records_agree_with_numpy(name):
     if name == "delayed":
         assert all(v is None or v > 0.1 for v in records["grad_output", "rowwise"]["saturated"])
     if name == "nvfp4":
-        levels = records["input", "columnwise"]["second_level"]
+        levels = records["input", "columnwise"]["global_scale"]
         assert levels == pytest.approx([v / 2688 for v in records["input", "rowwise"]["amax"]])
         assert records["input", "rowwise"]["saturated"][2] > 0
         assert records["input", "rowwise"]["underflow"][2] > 0.1
@@ -302,7 +302,7 @@ def test_kinds_of_weights(kind):
     for r in inspector.records():
         plain = records_by_operand(inspector_of_plain)[r["role"], r["direction"]]
         if r["role"] == "weight" and kind in QUANTIZED_KINDS:
-            assert r["second_level"] == plain["second_level"] and r["snr_db"] == [None] * 3
+            assert r["global_scale"] == plain["global_scale"] and r["snr_db"] == [None] * 3
             decoded = layer.weight.dequantize(F32, r["direction"])
             assert r["amax"] == decoded.abs().amax((1, 2)).tolist() and r["noise"] == [None] * 3
         elif kind not in ("w4a16", "eval"):
@@ -424,7 +424,7 @@ def test_save_appends_json_lines(inspector, tmp_path):
     inspector.save(path, run="two", append=True)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(r["numerics"], r["run"], r["step"]) for r in lines] == [
-        (1, run, step) for run in ("one", "two") for step in (0, 1)
+        (2, run, step) for run in ("one", "two") for step in (0, 1)
     ]
     assert lines[0]["noise"] == pytest.approx(inspector.records()[0]["noise"], rel=1e-5)
 

@@ -11,8 +11,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import parametrize
 
 import grouped
+from grouped import ownership
 from grouped.nn import GroupedLinear, GroupedMLP
-from grouped.ownership import RULES, Ownership, retire
+from grouped.ownership import RULES, Ownership, refill, retire
 from tests.helpers import BF16, contains_all, run_python
 
 
@@ -237,6 +238,57 @@ def test_an_optimizer_of_replaced_parameters_raises_at_its_next_step(make):
         old.step()
     other_optimizer.step()
     make(model.parameters(), lr=0.1).step()
+
+
+class PlainSGD(torch.optim.Optimizer):
+    """Optimizer whose step is a single graph; those of torch break their graphs themselves."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("make", "fullgraph"), [(PlainSGD, True), (PlainSGD, False), (torch.optim.AdamW, False)]
+)
+def test_steps_compile_after_parameters_were_replaced(make, fullgraph):
+    """The check of steps is part of their graph, and a compiled step raises like others."""
+    retire([torch.ones(2)], "prepare()")
+    layer = nn.Linear(4, 4)
+    optimizer = make(layer.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager", fullgraph=fullgraph)
+    for _ in range(2):
+        before = layer.weight.detach().clone()
+        layer(torch.ones(2, 4)).sum().backward()
+        step()
+        assert not layer.weight.equal(before)
+    retire([layer.bias], "prepare()")
+    with pytest.raises(
+        RuntimeError, match="" if fullgraph else r"\(4,\) that prepare\(\) replaced"
+    ):
+        step()
+
+
+@pytest.mark.compile
+def test_compiled_steps_continue_after_parameters_were_written():
+    """The check of masters is done once, outside the graph."""
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    for is_written in (False, True, False):
+        layer(torch.ones(2, 4)).sum().backward()
+        before = layer.weight.detach().clone()
+        if is_written:
+            refill([layer.weight], "checkpoint.load")
+        step()
+        assert not layer.weight.equal(before)
+        assert not hasattr(layer.weight, ownership._WRITTEN_BY)
 
 
 @pytest.mark.distributed

@@ -330,7 +330,8 @@ def test_another_format_is_refused():
     model = moe_of(recipes.FP8Block())
     grouped.prepare(model)
     with pytest.raises(
-        ValueError, match="experts.gate_up.weight is fp8_block:block=128x128 already, fmt is nvfp4"
+        ValueError,
+        match="experts.gate_up.weight is already fp8_block:block=128x128, but fmt is nvfp4",
     ):
         grouped.prepare(model, grouped.NVFP4())
 

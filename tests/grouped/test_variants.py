@@ -39,10 +39,10 @@ def test_an_int_is_itself_and_zero(seed):
 
 @pytest.mark.parametrize("seed", [3, torch.tensor([3, 4])])
 def test_a_seed_of_a_format_that_takes_none(seed):
-    with pytest.raises(ValueError, match="seed is of stochastic rounding, which nvfp4 does not"):
+    with pytest.raises(ValueError, match="seed is for stochastic rounding, which nvfp4 does not"):
         grouped.quantize(sample(40, 32), NVFP4(), offs=[40], seed=seed)
     out = grouped.quantize(sample(40, 32), NVFP4(), offs=[40])
-    with pytest.raises(ValueError, match="seed is of stochastic rounding"):
+    with pytest.raises(ValueError, match="seed is for stochastic rounding"):
         grouped.quantize(sample(40, 32), NVFP4(), offs=[40], seed=seed, out=out)
 
 

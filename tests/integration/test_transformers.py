@@ -284,7 +284,7 @@ def test_what_is_refused():
     assert integration.prepare(model, grouped.NVFP4()) == integration.prepare(
         model, grouped.NVFP4()
     )
-    with pytest.raises(ValueError, match="gate_up_proj is nvfp4 already, fmt is mxfp8"):
+    with pytest.raises(ValueError, match="gate_up_proj is already nvfp4, but fmt is mxfp8"):
         integration.prepare(model, grouped.MXFP8())
 
 

@@ -111,7 +111,7 @@ def quantize(x, offs, fmt, columnwise=False):
 
 
 def formats_of(config):
-    """Return the formats of A and B; None for plain operands."""
+    """Return the formats of A and B, or None for plain operands."""
     formats = []
     for kind in (config.kind, config.b_kind):
         fmt = kind.fmt

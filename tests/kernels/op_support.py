@@ -44,7 +44,7 @@ def watching(*memory):
 
 
 def check_code(config, arch, inexact=r"\.ftz|\.approx|\bfma\."):
-    """Check that a kernel has no spills and no ``inexact`` instructions; return its PTX."""
+    """Check that a kernel has no spills and no ``inexact`` instructions and return its PTX."""
     kernel = compile_for_emulator(config, arch)
     assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
     assert not re.findall(inexact, kernel.ptx)

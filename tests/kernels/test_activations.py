@@ -59,7 +59,7 @@ def inputs(act, leading_shape, cols, contents=None, dtype=BF16):
 
 
 def quantize(text, act, x, offs, direction, amax=None):
-    """Quantize into poisoned buffers; return their bytes as one tensor."""
+    """Quantize into poisoned buffers and return their bytes as one tensor."""
     fmt, groups = parse(text), len(x) if offs is None else len(offs)
     options = {"activation": act, "amax": amax, "rowwise": direction != "columnwise"}
     options["columnwise"] = direction != "rowwise"

@@ -79,7 +79,7 @@ class NibblePowers(NibbleCodec):
 
 
 def register_format(base, changes, monkeypatch):
-    """Register a format that differs from ``base`` in these fields; return its record."""
+    """Register a format that differs from ``base`` in these fields and return its record."""
     # Caches of kernels identify a format by its name.
     name = f"{base.name}_{hashlib.sha256(repr(changes).encode()).hexdigest()[:8]}"
     record_fields = {field.name for field in dataclasses.fields(base)} & {*changes}

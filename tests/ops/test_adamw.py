@@ -56,7 +56,7 @@ def arguments(text, shape=SHAPE, special=False, found_inf=0.0):
 
 
 def result(op_arguments, name="reference", **options):
-    """Run the op on copies of its tensors; return master, moments and outputs."""
+    """Run the op on copies of its tensors and return master, moments and outputs."""
     *state, out = (
         [t.clone() for t in g] if isinstance(g, list) else g.clone() for g in op_arguments[:6]
     )

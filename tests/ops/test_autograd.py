@@ -40,7 +40,7 @@ def assert_near(got, want, dtype):
 
 
 def check_gradients(product, exact, *shapes, dtype):
-    """Compare the output and the gradients of a product with fp64; return the operands."""
+    """Compare the output and the gradients of a product with fp64 and return the operands."""
     operands = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
     inputs = [doubled(t) for t in operands]
     out, want = product(*operands), exact(*inputs)

@@ -294,7 +294,7 @@ WRONG_VALUES = {
             row_arguments(X, W, OFFS, ROW),
             "inverse must have size 8 in dimension 0, got shape (3, 2)",
         ),
-        (row_arguments(X, W, None, ROW), "inverse is that of rows: give both"),
+        (row_arguments(X, W, None, ROW), "inverse is the inverse of rows: pass both"),
         (
             (*FPROP, None, OFFS),
             "rows needs an a_format whose scales belong to single rows, got 'nvfp4'",

@@ -52,7 +52,7 @@ def oracle(history, scale, dtype, amax=None, margin=0, algorithm="max", skip_non
 
 
 def apply_oracle(history, scale, dtype, amax=None, **options):
-    """Apply the oracle to each column; return the history and the scales."""
+    """Apply the oracle to each column and return the history and the scales."""
     amaxes = [None] * len(scale) if amax is None else amax.tolist()
     columns = zip(history.T.tolist(), scale.tolist(), amaxes, strict=True)
     results = [oracle(*column[:2], dtype, column[2], **options) for column in columns]

@@ -23,7 +23,7 @@ SIGNED = torch.tensor([-5.0, torch.nan, torch.inf, -torch.inf, -0.0, -1e-42, 3.0
 
 
 def quantize_on(name, call, x, offs, amax):
-    """Quantize on a backend; return buffers by name."""
+    """Quantize on a backend and return buffers by name."""
     text, rowwise, columnwise = call
     with backend(name):
         tensors = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise)

@@ -221,7 +221,7 @@ def test_two_threads_replay_steps(recordings):
 
 
 def route_and_combine(ids, rows):
-    """Return tensors that ops compute, and a value that is no tensor."""
+    """Return tensors that ops compute, and a value that is not a tensor."""
     offs, token, _, row = ops.compute_routing(ids, 3)
     gathered = ops.moe_gather(rows, token) + 1
     return [ops.moe_combine(gathered, row, None, F32), offs], "more"

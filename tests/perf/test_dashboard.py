@@ -162,7 +162,12 @@ def test_numerics_are_read_once_and_only_in_their_form(tmp_path):
         (step, role) for step in (0, 1) for role in ("weight", "input")
     ]
     assert {r["run"] for r in matches} == {"a run"} and all(len(r["amax"]) == 2 for r in matches)
-    for text in ('{"numerics": 2}', '{"numerics": 1}', "[]", "no JSON"):
+    current = file.read_text()
+    old = current.replace('"numerics": 2', '"numerics": 1').replace("global_scale", "second_level")
+    assert old != current
+    file.write_text(old)
+    assert read_numerics([file]) == matches
+    for text in ('{"numerics": 3}', '{"numerics": 2}', '{"numerics": 1}', "[]", "no JSON"):
         file.write_text(text)
-        with pytest.raises(ValueError, match="line 1, is no record of numerics"):
+        with pytest.raises(ValueError, match="line 1, is not a record of numerics"):
             read_numerics([file])

@@ -159,7 +159,7 @@ def test_checkouts_are_named(tmp_path):
     for name in names:
         assert f"--path {name}=FOLDER" in peers[name].missing(blackwell)
         assert "sm_100a" in peers[name].missing(hopper)
-        assert f"is no checkout of {name}" in wrong[name].missing(blackwell)
+        assert f"is not a checkout of {name}" in wrong[name].missing(blackwell)
 
 
 @pytest.mark.skipif("CUTLASS" not in os.environ, reason="CUTLASS=FOLDER names a checkout")

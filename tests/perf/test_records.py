@@ -87,6 +87,17 @@ def test_blank_lines_between_records_are_skipped(tmp_path):
     assert read(path) == [BASE, BASE]
 
 
+def test_old_names_of_contenders_are_read(tmp_path):
+    """Records of an older commit belong to the same thing as those of a newer one."""
+    path = tmp_path / "r.jsonl"
+    new = replace(BASE, contender="ours, cached weight")
+    write(path, [replace(new, contender="ours, weight kept"), new])
+    assert read(path) == [new, new]
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="line 1: 'contender'"):
+        read(path)
+
+
 def test_files_of_schema_2_call_the_quantity_what(tmp_path):
     """Check that files of schema 2 are read, which have ``what`` for ``quantity``."""
     path = tmp_path / "r.jsonl"

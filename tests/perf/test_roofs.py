@@ -128,7 +128,7 @@ def test_bytes_of_the_case_would_be_refused():
     """Check that bytes of bf16 weights are refused: they would mean 12 TB/s on an H200."""
     case = {"model": "gpt-oss-120b", "tokens": 64, "pass": "forward", "routing": "random"}
     where = {
-        "contender": "ours, weight kept",
+        "contender": "ours, cached weight",
         "format": "NVFP4RowScaled",
         "suite": "moe",
         "quantity": "time",

@@ -220,7 +220,7 @@ def test_mixtures_on_the_reference(case):
         assert not report.failed and not report.wrong
         saved_records = {
             (f"ours{how}", name)
-            for how in ("", ", weight kept")
+            for how in ("", ", cached weight")
             for name in ("FP8Block", "NVFP4RowScaled")
         }
         assert {(r.contender, r.format) for r in records} >= {
@@ -273,6 +273,15 @@ def test_relative_errors():
     assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 4.0])) == pytest.approx(0.75)
     assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
     assert relative_error(torch.ones(4), torch.zeros(4)) == 2.0
+
+
+def test_contender_filters_that_match_nothing(capsys):
+    """Check that a contender or format that nothing has is an error with a suggestion."""
+    run = ["run", "gemm", "--backend", "reference", "--quick", "--no-peers", "--filter", "fprop"]
+    assert main([*run, "--contender", "ourz"]) == 2
+    assert "no contender here matches --contender 'ourz': did you mean" in capsys.readouterr().err
+    assert main([*run, "--contender", "zzz", "--format", "qqq"]) == 2
+    assert "--contender 'zzz' and --format 'qqq': they are" in capsys.readouterr().err
 
 
 def test_filters_that_match_nothing(capsys):

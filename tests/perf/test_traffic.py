@@ -50,12 +50,12 @@ def test_a_forward_pass_reads_weights_as_the_contender_has_them():
     """One of four groups has rows; quantizing takes all of them."""
     rows = 2 * 2 * ROWS * HIDDEN
     assert moved("BF16") == moved("BF16", "torch") == rows + 2 * (UP + DOWN)
-    assert moved("FP8Block", "ours, weight kept") == rows + BLOCK * (UP + DOWN)
-    assert moved("NVFP4RowScaled", "ours, weight kept") == rows + FP4 * (UP + DOWN)
+    assert moved("FP8Block", "ours, cached weight") == rows + BLOCK * (UP + DOWN)
+    assert moved("NVFP4RowScaled", "ours, cached weight") == rows + FP4 * (UP + DOWN)
     assert moved("FP8Block") == rows + (2 * GROUPS + BLOCK * GROUPS + BLOCK) * (UP + DOWN)
     linear = {**CASE, "layer": "linear"}
     assert (
-        moved("FP8Block", "ours, weight kept", linear)
+        moved("FP8Block", "ours, cached weight", linear)
         == 2 * ROWS * (HIDDEN + 2 * WIDE) + BLOCK * UP
     )
 
@@ -70,7 +70,7 @@ def test_a_training_step_reads_weights_twice_and_writes_their_gradients():
     )
     x = 2 * element_bytes(parse("fp8_block")) * ROWS * HIDDEN
     saved = rows + x + 2 * BLOCK * (UP + DOWN) + gradients + z
-    assert moved("FP8Block", "ours, weight kept", passes=TRAINING) == saved
+    assert moved("FP8Block", "ours, cached weight", passes=TRAINING) == saved
     quantizing = (2 + 2 * BLOCK) * GROUPS * (UP + DOWN)
     assert moved("FP8Block", passes=TRAINING) == pytest.approx(saved + quantizing)
 
@@ -120,7 +120,7 @@ def test_contenders_have_the_work_that_their_records_say(suite):
             work = work_of(facts)
             assert (record.bytes, record.flops) == (work.bytes, work.flops), task
             counts[record.name, record.format] = record
-        quantized, saved = (counts[name, "FP8Block"] for name in ("ours", "ours, weight kept"))
+        quantized, saved = (counts[name, "FP8Block"] for name in ("ours", "ours, cached weight"))
         assert saved.bytes < quantized.bytes and saved.flops == quantized.flops
 
 
@@ -139,7 +139,7 @@ def test_work_of_older_records_is_that_of_the_contender(tmp_path):
         BASE,
         suite="moe",
         case=case,
-        contender="ours, weight kept",
+        contender="ours, cached weight",
         format="FP8Block",
         bytes=1e12,
         flops=1.0,
@@ -155,7 +155,7 @@ def test_work_of_older_records_is_that_of_the_contender(tmp_path):
         row["what"], row["schema"] = row.pop("quantity"), 1
     path.write_text("\n".join(map(json.dumps, rows)))
     base, *remaining = read(path)
-    work = layer_work(case, "ours, weight kept", "FP8Block")
+    work = layer_work(case, "ours, cached weight", "FP8Block")
     assert (base.bytes, base.flops, base.schema) == (work.bytes, work.flops, SCHEMA)
     assert [got.bytes for got in remaining] == [1e12] * 2
     del rows[0]["what"]
@@ -171,7 +171,7 @@ def test_committed_rates_are_below_the_memory_of_the_gpu():
         for r in load(RESULTS)
         if r.kind == "gpu" and r.quantity == "time" and r.suite in ("layer", "moe")
     ]
-    saved = [r for r in got if r.contender == "ours, weight kept" and r.gpu == "NVIDIA H200"]
+    saved = [r for r in got if r.contender == "ours, cached weight" and r.gpu == "NVIDIA H200"]
     assert len(got) > 150 and len(saved) > 40
     assert all(r.tbs < 4.8 for r in got)
     sizes = {(r.format, *r.case.items()): r.bytes for r in saved if r.case["pass"] == FORWARD}

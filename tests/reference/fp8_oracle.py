@@ -40,7 +40,7 @@ class Member(NamedTuple):
 
     @property
     def factor(self):
-        """Factor of a product by the global scale; None without one."""
+        """Factor of a product by the global scale, or None without one."""
         return self.level * np.float32(1 / (6 * self.bound)) if self.bound else self.level
 
     def values(self):

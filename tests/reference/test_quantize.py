@@ -88,7 +88,7 @@ def seed_of(text):
 
 
 def quantize(x, text, offs=None, rowwise=True, columnwise=True, amax=None):
-    """Quantize by the op; return buffers by name."""
+    """Quantize by the op and return buffers by name."""
     tensors = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise, None, seed_of(text))
     return dict(zip(buffer_names(text, rowwise, columnwise), tensors, strict=True))
 

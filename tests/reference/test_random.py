@@ -125,7 +125,7 @@ def test_missing_bytes_raise(missing):
     ("text", "seed", "error", "message"),
     [
         (SR, None, ValueError, "seed is missing.*stochastic_rounding"),
-        ("nvfp4", torch.tensor([1, 2]), ValueError, "seed is of stochastic rounding.*nvfp4"),
+        ("nvfp4", torch.tensor([1, 2]), ValueError, "seed is for stochastic rounding.*nvfp4"),
         (SR, torch.tensor(1), ValueError, "seed must have 1 dim"),
         (SR, torch.tensor([1, 2], dtype=torch.int32), TypeError, "seed must be int64, got int32"),
         (SR, torch.empty(2, dtype=torch.int64, device="meta"), ValueError, "device of x"),

@@ -41,7 +41,7 @@ def traced(monkeypatch):
 
 @pytest.fixture
 def on_disk(traced):
-    """Leave the kernel on disk only; return the counter of traced kernels."""
+    """Leave the kernel on disk only and return the counter of traced kernels."""
     compile_kernel(SPEC, SM90)
     forget_kernels()
     traced()
@@ -81,7 +81,7 @@ def test_an_entry_that_does_not_load_is_compiled_again(on_disk):
     """Check that an entry that does not load is compiled again."""
     disk, key = cache.default_cache(), cache.cache_key(SPEC, SM90)
     disk.store(key, {"o": b"complete, but not an object file"})
-    with pytest.warns(RuntimeWarning, match="compiled anew"):
+    with pytest.warns(RuntimeWarning, match="compiled again"):
         compile_kernel(SPEC, SM90)
     assert on_disk() == 1
     forget_kernels()

@@ -101,7 +101,7 @@ def test_an_entry_that_names_files_elsewhere_is_a_miss(stored, tmp_path):
 def test_a_file_that_others_can_write_is_a_miss(stored, suffix):
     """Check that a file that others can write is not used."""
     (stored.root / f"{KEY.name}.{suffix}").chmod(0o664)
-    with pytest.warns(RuntimeWarning, match=f"compiled anew: .*{suffix} is not used.*chmod go-w"):
+    with pytest.warns(RuntimeWarning, match=f"compiled again: .*{suffix} is not used.*chmod go-w"):
         assert stored.load(KEY) is None
     assert stored.store(KEY, FILES)
     assert stored.load(KEY) == FILES

@@ -29,7 +29,7 @@ def built_engine(fresh_runtime, tmp_path):
 
 
 def results():
-    """Run two kernels on both architectures twice; return whether each result is right."""
+    """Run two kernels on both architectures twice and return whether each result is right."""
     x, y = torch.arange(1000.0, requires_grad=True), torch.zeros(1000)
     kernels = {(s.factor, str(a)): compile_kernel(s, a) for s in SPECS for a in EMULATED}
     outcome = {}
@@ -108,7 +108,7 @@ def test_an_entry_with_invalid_code_is_compiled_again(suffix, content, monkeypat
     monkeypatch.setattr(Scale, "traced", 0)
     x, y = torch.arange(64.0), torch.zeros(64)
     for expected in (
-        pytest.warns(RuntimeWarning, match="a cached kernel is compiled anew"),
+        pytest.warns(RuntimeWarning, match="a cached kernel is compiled again"),
         contextlib.nullcontext(),
     ):
         forget_kernels()

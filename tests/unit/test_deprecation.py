@@ -51,6 +51,19 @@ def test_old_class_name_warns_and_forwards():
         assert formats.SecondLevel is GlobalScale
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("cute_kernels.formats", "SecondLevel"), ("grouped.debug", "check_offsets")],
+    ids=["package", "module"],
+)
+def test_import_of_an_old_name_warns_once_at_the_importing_line(module, name):
+    """An import from a package reads the name twice."""
+    code = compile(f"\nfrom {module} import {name}", "user.py", "exec")
+    with pytest.warns(DeprecationWarning) as warnings:
+        exec(code, {})
+    assert [(w.filename, w.lineno) for w in warnings] == [("user.py", 2)]
+
+
 def test_format_class_with_old_names_warns_and_works():
     """Check that a format class with old attribute names warns and works."""
     with pytest.warns(DeprecationWarning) as warnings:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cute_kernels import capability, ops
+from cute_kernels.arch import ARCHS
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.device import activation_curves
 from cute_kernels.device.codecs.values import ByteValues, NibbleValues, values_of
@@ -14,6 +15,7 @@ from cute_kernels.formats import (
     E2M1,
     E4M3,
     E8M0,
+    NVFP4,
     RECORDS,
     BlockScale,
     ElementType,
@@ -29,9 +31,12 @@ from cute_kernels.formats.activations import (
     formula_of,
     parse_activation,
 )
+from cute_kernels.kernels.gemm import choose
 from cute_kernels.kernels.gemm.common.operand_kinds import OPERANDS
+from cute_kernels.kernels.gemm.variants import CONFIGS
 from cute_kernels.kernels.moe.config import RouterConfig
 from cute_kernels.kernels.moe.router import RouterKernel
+from cute_kernels.ops.gemm import launcher
 from cute_kernels.reference import activations as reference_activations
 from cute_kernels.reference import router as reference_router
 from cute_kernels.reference.conversions import decode, encode, pack
@@ -60,16 +65,16 @@ class SixBits(Nibbles):
 
 
 @pytest.fixture
-def hardswish(monkeypatch):
+def unheard_of(monkeypatch):
     """Register an activation whose curve has no formula."""
-    monkeypatch.setitem(activations._FACTS, "hardswish", ("hardswish", False))
+    monkeypatch.setitem(activations._FACTS, "unheard_of", ("unheard_of", False))
     monkeypatch.setattr(activations, "ACTIVATIONS", tuple(activations._FACTS))
-    yield "hardswish"
+    yield "unheard_of"
     parse_activation.cache_clear()
 
 
 @pytest.mark.parametrize("backend", ["reference", "emulated:sm_90a", "emulated:sm_100a"])
-def test_ops_refuse_an_unknown_curve(hardswish, backend):
+def test_ops_refuse_an_unknown_curve(unheard_of, backend):
     """Check that ops refuse an unknown activation curve."""
     import cute_kernels
 
@@ -79,10 +84,10 @@ def test_ops_refuse_an_unknown_curve(hardswish, backend):
         torch.tensor([8], dtype=torch.int32),
     )
     calls = (
-        lambda: ops.moe_activate(x, hardswish, offs, False),
-        lambda: ops.moe_activate_gradient(x, x, hardswish, offs, False),
+        lambda: ops.moe_activate(x, unheard_of, offs, False),
+        lambda: ops.moe_activate_gradient(x, x, unheard_of, offs, False),
         lambda: ops.grouped_quantize(
-            x, "fp8_block", offs, None, True, False, None, None, hardswish
+            x, "fp8_block", offs, None, True, False, None, None, unheard_of
         ),
         lambda: ops.m_grouped_gemm_activate(
             x,
@@ -100,7 +105,7 @@ def test_ops_refuse_an_unknown_curve(hardswish, backend):
             None,
             None,
             None,
-            hardswish,
+            unheard_of,
             False,
             False,
         ),
@@ -109,15 +114,15 @@ def test_ops_refuse_an_unknown_curve(hardswish, backend):
         with (
             cute_kernels.backend(backend),
             pytest.raises(
-                UnsupportedError, match="hardswish has the curve 'hardswish', which is none of"
+                UnsupportedError, match="unheard_of has the curve 'unheard_of', which is none of"
             ),
         ):
             call()
 
 
-def test_neither_reference_nor_kernels_compute_an_unknown_curve(hardswish, monkeypatch):
+def test_neither_reference_nor_kernels_compute_an_unknown_curve(unheard_of, monkeypatch):
     """Check that reference and kernels refuse an unknown curve."""
-    act = Activation(hardswish)
+    act = Activation(unheard_of)
     x = torch.ones(2, 4)
     uses = (
         lambda: curve_of(act),
@@ -129,14 +134,14 @@ def test_neither_reference_nor_kernels_compute_an_unknown_curve(hardswish, monke
         lambda: activation_curves.FactorTable.create(act, "bfloat16"),
     )
     for use in uses:
-        with pytest.raises(UnsupportedError, match="'hardswish'"):
+        with pytest.raises(UnsupportedError, match="'unheard_of'"):
             use()
     # Listed, but in a family that neither side computes.
-    monkeypatch.setitem(activations.CURVES, "hardswish", Curve("piecewise"))
+    monkeypatch.setitem(activations.CURVES, "unheard_of", Curve("piecewise"))
     for use in (uses[2], uses[3], uses[4]):
         with pytest.raises(
             UnsupportedError,
-            match="no formula of the curve 'hardswish', which is of the family 'piecewise'",
+            match="no formula of the curve 'unheard_of', which is of the family 'piecewise'",
         ):
             use()
 
@@ -187,6 +192,14 @@ def test_literals_of_records_are_checked():
         BlockScale(E4M3, 16, "rows")
     with pytest.raises(ValueError, match="per must be group or row, got 'column'"):
         GlobalScale("column", ("amax",))
+    with pytest.raises(ValueError, match="columnwise must be transposed or untransposed, got 'no'"):
+        type("Custom", (NVFP4,), {"columnwise": "no"})
+
+
+def test_every_architecture_has_its_gemm_functions():
+    """A port that misses one of these tables fails here, and not by a silent default."""
+    assert set(launcher._OPERANDS) == set(choose._SPLIT_LAUNCHES) == set(CONFIGS) == set(ARCHS)
+    assert all(hasattr(module, "prefers_activation") for module in choose._PREFERENCES.values())
 
 
 def test_an_unknown_score_is_refused():

@@ -180,7 +180,7 @@ def test_the_emulator_works_without_torch_and_the_dsl():
 import sys
 sys.modules["torch"] = sys.modules["cutlass"] = None
 import cute_kernels, numpy
-assert cute_kernels.__all__ == ["__version__"]
+assert cute_kernels.__all__ == ["__version__", "emulator"]
 cute_kernels.emulator.load_ptx('''.version 8.8
 .target sm_100a
 .visible .entry k(.param .u64 p) {

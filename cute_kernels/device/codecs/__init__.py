@@ -23,6 +23,6 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def codec_of(text: str, dtype: str, arch: str | None = None) -> Codec:
-    """Return the codec of the format whose canonical text is ``text``; see ``Codec``."""
+    """Return the codec of the format whose canonical text is ``text``. See ``Codec``."""
     fmt = parse(text)
     return CODECS[fmt.name](fmt, dtype, arch)

@@ -41,16 +41,16 @@ class Codec(abc.ABC):
             decode, which is the same code everywhere.
 
     Attributes:
-        block: Elements that are encoded together, a multiple of 16: those that share a scale, if
-            blocks have scales.
+        block: Number of elements that are encoded together, a multiple of 16. If blocks have
+            scales, these elements share one.
         code_words: Words of codes of a block.
-        has_scales: Blocks have scales. Otherwise the encode factor depends only on the global
-            scale.
+        has_scales: True if blocks have scales. Otherwise the encode factor depends only on the
+            global scale.
         table_size: Number of encode factors that ``encode_factor`` distinguishes. It is 0 if
             looking them up in shared memory does not pay.
-        searches_scale: ``block_scales`` takes the number that ``choose_row``, ``choose_columns`` or
-            ``choose_square`` returns, and not the amax of the block.
-        global_scale_names: Buffers of the global scale, except the amax; ``global_scale_outputs``
+        searches_scale: True if ``block_scales`` takes the number that ``choose_row``,
+            ``choose_columns`` or ``choose_square`` returns, and not the amax of the block.
+        global_scale_names: Buffers of the global scale, except the amax. ``global_scale_outputs``
             returns their numbers.
     """
 

@@ -18,21 +18,35 @@ from .common.problem import GemmProblem, TileShape
 from .sm90 import choose as sm90_choose
 from .sm90 import cost_model as sm90_cost_model
 from .sm90 import split_launches as sm90_split_launches
-from .sm90.config import Sm90GemmConfig
 from .sm100 import choose as sm100_choose
 from .sm100 import cost_model as sm100_cost_model
 
 ConfigT = TypeVar("ConfigT", bound=GemmConfig)
 
-#: The modules of an architecture that have ``prefers`` and ``estimated_cycles``.
+#: The modules of an architecture that have ``prefers`` and ``prefers_activation``,
+#: ``estimated_cycles``, and ``split_launches``; None if no product of it is shared.
 _PREFERENCES: dict[str, Any] = {"sm_90a": sm90_choose, "sm_100a": sm100_choose}
 _COST_MODELS: dict[str, Any] = {"sm_90a": sm90_cost_model, "sm_100a": sm100_cost_model}
+_SPLIT_LAUNCHES: dict[str, Any] = {"sm_90a": sm90_split_launches, "sm_100a": None}
 
 
 def prefers(config: GemmConfig, tile: TileShape) -> Support:
     """Return whether ``choose_config`` considers ``tile`` for ``config``, and if not, why."""
     support: Support = _PREFERENCES[config.arch].prefers(config, tile)
     return support
+
+
+def prefers_activation(config: GemmConfig, num_rows: int, before_quantizer: bool) -> bool:
+    """Return True if the epilogue of a product should apply the activation.
+
+    Args:
+        config: Configuration of the product with the activation, with any tile.
+        num_rows: Rows of the product.
+        before_quantizer: True if a quantizer follows that could apply the activation as well.
+    """
+    preferences = _PREFERENCES[config.arch]
+    is_preferred: bool = preferences.prefers_activation(config, num_rows, before_quantizer)
+    return is_preferred
 
 
 @functools.lru_cache(maxsize=256)
@@ -60,9 +74,11 @@ def split_launches(
 
     A product that is not shared has one: ``config``.
     """
-    if isinstance(config, Sm90GemmConfig):
-        return sm90_split_launches.split_launches(config, problem, num_sms, bandwidth)
-    return (config,)
+    module = _SPLIT_LAUNCHES[config.arch]
+    if module is None:
+        return (config,)
+    configs: tuple[GemmConfig, ...] = module.split_launches(config, problem, num_sms, bandwidth)
+    return configs
 
 
 def choose_config(

@@ -63,9 +63,9 @@ def kernel_specs(arch: str) -> Iterator[GemmSpec]:
         yield from _m_grouped(cls, kind, dtype)
         yield from _k_grouped(cls, kind, dtype)
         if multiplies_codes and kind.bits < 8:
-            base = Sm100GemmConfig("bfloat16", b_operand=operand, zero_tail=True)
-            for tile in preferred_tiles(base):
-                yield dataclasses.replace(base, tile=tile)
+            w4a16 = cls("bfloat16", b_operand=operand, zero_tail=True)
+            for tile in preferred_tiles(w4a16):
+                yield dataclasses.replace(w4a16, tile=tile)
         if operand == "bfloat16" or multiplies_codes and kind.bits < 8:
             yield from _experts(cls, kind)
         if not (multiplies_codes or kind.is_wgmma):
@@ -114,7 +114,7 @@ def _experts(cls: type[GemmConfig], kind: OperandKind) -> Iterator[GemmConfig]:
 def _fp8(arch: str) -> Iterator[GemmConfig]:
     """Yield products of FP8 recipes, into bf16 without a bias; gradients of weights also into fp32.
 
-    Other products are compiled when they are first used: each has as many tiles.
+    Other products are compiled when they are first used, since each has as many tiles.
     """
     cls = CONFIGS[arch]
     known = {field.name for field in dataclasses.fields(cls)}

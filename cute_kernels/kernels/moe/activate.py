@@ -26,7 +26,7 @@ _RUN = 8
 
 
 class ActivateKernel(GridKernel):
-    """Activates rows, see the module."""
+    """Kernel that applies an activation to rows. See the module's docstring."""
 
     ctas_per_sm, num_threads = 8, _WARPS * WARP_SIZE
 

@@ -31,11 +31,11 @@ class RouterConfig:
 
     Attributes:
         score: Score of an expert, ``"softmax"`` or ``"sigmoid"``.
-        renormalize: Weights of a token are divided by their sum.
+        renormalize: True if weights of a token are divided by their sum.
         per_lane: Scores per lane, a power of two.
-        biased: A bias is added to the scores for the choice.
-        grouped: Experts are chosen from the best groups of experts.
-        has_end: Tokens from a device-side end on get no experts.
+        biased: True if a bias is added to the scores for the choice.
+        grouped: True if experts are chosen from the best groups of experts.
+        has_end: True if tokens from a device-side end on get no experts.
     """
 
     score: str
@@ -59,8 +59,8 @@ class RouterGradientConfig:
         score: As in ``RouterConfig``.
         renormalize: As in ``RouterConfig``.
         per_lane: As in ``RouterConfig``.
-        biased: The scores have a gradient, too.
-        split_bf16: The output is three bf16 numbers whose sum is the gradient.
+        biased: True if the scores have a gradient, too.
+        split_bf16: True if the output is three bf16 numbers whose sum is the gradient.
     """
 
     score: str
@@ -77,10 +77,10 @@ class RouterGradientConfig:
 
 @dataclass(frozen=True)
 class GatherConfig:
-    """Rows of a matrix by an index.
+    """Configuration of the kernel that gathers rows of a matrix by an index.
 
     Attributes:
-        width: Bytes that a lane moves at once, 16, 4 or 2; they divide the bytes of a row.
+        width: Bytes that a lane moves at once: 16, 4 or 2. It divides the bytes of a row.
     """
 
     width: int = 16
@@ -92,7 +92,7 @@ class GatherConfig:
 
 @dataclass(frozen=True)
 class ScatterConfig(GatherConfig):
-    """``GatherConfig``, token by token: each row of x is read once and written to all its rows."""
+    """Configuration of the gather that reads each row of x once and writes all its copies."""
 
     #: The compiled function takes (x, index, row, out, num_sms). ``row``: (T, top_k) int32, the
     #: inverse of the index.
@@ -101,13 +101,13 @@ class ScatterConfig(GatherConfig):
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """The weighted sum of each token's rows.
+    """Configuration of the kernel that computes the weighted sum of each token's rows.
 
     Attributes:
         dtype: Data type of the rows.
         out: Data type of the sums.
-        weighted: Rows are multiplied by weights.
-        vectorized: Rows and sums are read and written 16 bytes of a row at a time.
+        weighted: True if rows are multiplied by weights.
+        vectorized: True if rows and sums are read and written 16 bytes of a row at a time.
     """
 
     dtype: str = "bfloat16"
@@ -122,17 +122,19 @@ class CombineConfig:
 
 @dataclass(frozen=True)
 class ActivateConfig:
-    """An activation of the rows of experts, or its gradient with that of the routing weights.
+    """Configuration of the kernel that applies an activation to rows of experts, or its gradient.
 
     Attributes:
         activation: Text of the activation.
         arch: Name of the architecture.
         dtype: Data type of inputs and outputs.
         gradient: Compute the gradient.
-        weighted: Rows have routing weights. For gradients only.
-        interleaved: The halves of a gated activation alternate column by column.
-        ragged: Rows behind the last group are not written.
-        vectorized: Eight columns of the result are 16 bytes or more and are accessed at once.
+        weighted: True if rows have routing weights, whose gradient is then computed, too. Only
+            gradients have them.
+        interleaved: True if the halves of a gated activation alternate column by column.
+        ragged: True if rows after the last group are not written.
+        vectorized: True if eight columns of the result are 16 bytes or more and are accessed at
+            once.
     """
 
     activation: str

@@ -23,7 +23,7 @@ _LOADS = 4
 
 
 class GatherKernel(GridKernel):
-    """``out[r] = x[index[r]]``, or zeros if the index is no row of x."""
+    """``out[r] = x[index[r]]``, or zeros if the index is out of range."""
 
     ctas_per_sm, num_threads = 8, _THREADS
 

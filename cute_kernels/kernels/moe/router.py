@@ -28,7 +28,7 @@ def _check_score(score: str) -> None:
 
 
 class RouterKernel(GridKernel):
-    """Chooses experts, see the module."""
+    """Kernel that chooses experts. See the module's docstring."""
 
     ctas_per_sm, num_threads = 12, _WARPS * WARP_SIZE
 
@@ -187,7 +187,7 @@ class RouterKernel(GridKernel):
 
 
 class RouterGradientKernel(GridKernel):
-    """Gradient of the logits, see the module."""
+    """Kernel of the gradient of the logits. See the module's docstring."""
 
     ctas_per_sm, num_threads = 12, _WARPS * WARP_SIZE
 
@@ -311,7 +311,7 @@ def _tree(total: Float32) -> Float32:
 
 
 def _key(x: Float32) -> Uint32:
-    """Return an integer that increases with the number; the largest for NaN."""
+    """Return an integer that increases with the number. NaN has the largest."""
     text = """{
 .reg .b32 m; .reg .pred p;
 mov.b32 m, $1; shr.s32 m, m, 31; or.b32 m, m, 0x80000000; mov.b32 $0, $1; xor.b32 $0, $0, m;

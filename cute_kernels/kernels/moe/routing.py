@@ -34,7 +34,7 @@ _LOADS = 4
 
 
 class RoutingKernel:
-    """Sorts pairs by expert, see the module."""
+    """Kernel that sorts pairs by expert. See the module's docstring."""
 
     def __init__(self, config: RoutingConfig):
         self.ctas, self.warps = config.ctas, config.warps

@@ -17,7 +17,7 @@ from .prologue import DTYPE_BYTES, Prologue
 
 
 class ElementMaker:
-    """Computes elements of ``dtype`` as a prologue describes.
+    """Computation of elements of ``dtype`` as a prologue describes.
 
     Attributes:
         unit: Elements of a unit.
@@ -92,7 +92,7 @@ class ElementMaker:
 
 
 def element_maker(config: Any) -> ElementMaker | None:
-    """Return what computes the elements of a configuration; None if they are the input's."""
+    """Return the maker of a configuration's elements, or None if they are the input itself."""
     if config.prologue is None or config.prologue.activation is None:
         return None
     return ElementMaker(config.prologue, config.dtype, config.arch)

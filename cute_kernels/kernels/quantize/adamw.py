@@ -54,7 +54,7 @@ def _rn(name: str, *operands: Float32) -> Float32:
 
 
 class Stepper:
-    """Updates units of eight elements, which take up to eight loads; see ``ElementMaker``.
+    """Update of units of eight elements, which take up to eight loads. See ``ElementMaker``.
 
     Args:
         gradient: Data type of the gradients.
@@ -191,7 +191,7 @@ class AdamWKernel(AmaxKernels):
 
 
 class UpdateFiller(TileFiller):
-    """Fills tiles with updated master weights, and writes the weights and their moments."""
+    """Loader that fills tiles with updated master weights, and writes the weights and moments."""
 
     @cute.jit
     def make_rows(  # type: ignore[override]

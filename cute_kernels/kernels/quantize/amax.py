@@ -41,8 +41,8 @@ class AmaxKernels:
     Attributes:
         dtype: Data type of the elements.
         arch: Name of the architecture.
-        maker: Computes the elements, or None if they are the input's.
-        keeps_nan: The amax of numbers with a NaN is NaN.
+        maker: Computes the elements. None if they are the input itself.
+        keeps_nan: True if the amax of numbers with a NaN is NaN.
         global_scale_writer: Writes global scales in ``initialize_global_scales``.
     """
 
@@ -62,7 +62,7 @@ class AmaxKernels:
         num_sms: Int32,
         stream: Any,
     ) -> None:
-        """Launch the reduction, see ``reduce``; amaxes of groups are cleared first."""
+        """Clear the amaxes of groups, then launch the reduction (``reduce``)."""
         grid, block = [num_sms * _CTAS_PER_SM, 1, 1], [_THREADS, 1, 1]
         if const_expr(group_amax is not None):
             self.launch_clear(group_amax, num_sms, stream)
@@ -76,7 +76,7 @@ class AmaxKernels:
         stream: Any,
         second_amax: cute.Tensor | None = None,
     ) -> None:
-        """Write zeros to amaxes of groups, from which ``merge`` starts."""
+        """Write zeros to amaxes of groups, the initial values of ``merge``."""
         grid, block = [num_sms, 1, 1], [_THREADS, 1, 1]
         self.clear(group_amax, second_amax).launch(grid=grid, block=block, stream=stream)
 
@@ -200,7 +200,7 @@ class AmaxKernels:
 
     @cute.jit
     def absmax_loaded(self, source: Int64, num_bytes: Int32) -> Uint32:
-        """Return the packed absmax of input elements, a multiple of 32 bytes."""
+        """Return the packed absmax of input elements. Their size is a multiple of 32 bytes."""
         packed = Uint32(0)
         offset = cute.arch.lane_idx() * _LOAD_BYTES
         while offset + (_UNROLL - 1) * WARP_SIZE * _LOAD_BYTES < num_bytes:
@@ -246,7 +246,7 @@ class AmaxKernels:
         absmax: Float32,
         scale_inv: cute.Tensor | None = None,
     ) -> None:
-        """Raise the amax of a group to the largest of a warp's fp32 ``absmax``.
+        """Raise the amax of a group to the warp's largest fp32 ``absmax``.
 
         If that is infinite, ``scale_inv`` of the group becomes NaN.
         """
@@ -266,7 +266,7 @@ class AmaxKernels:
 
 
 class AmaxReducer(AmaxKernels):
-    """Row and group amaxes, see the module."""
+    """Kernel of row and group amaxes. See the module's docstring."""
 
     def __init__(self, config: AmaxConfig):
         self.dtype = config.dtype

@@ -64,9 +64,9 @@ def choose_row_config(
 def prefers_rows(config: RowsConfig) -> bool:
     """Return True if a rowwise copy should be computed row by row rather than in tiles.
 
-    If each row has an amax of its own, row by row needs one read instead of two. Other formats are
-    0 to 6 % faster row by row on an H200, and twice as fast with SwiGLU
-    (perf/results/quantize_h200.md). sm_100a has not been measured; in tiles it executes fewer
+    If each row has its own amax, working row by row needs one read instead of two. On an H200 other
+    formats are 0 to 6 % faster row by row, and twice as fast with SwiGLU
+    (perf/results/quantize_h200.md). sm_100a has not been measured. In tiles it executes fewer
     instructions if blocks have scales.
     """
     is_measured = get_arch(config.arch).tuned_by == "time"
@@ -115,6 +115,6 @@ def choose_dbias_config(dtype: str, cols: int) -> DbiasConfig:
 def choose_dequantize_config(
     fmt: Format, dtype: str, grouping: Grouping, columnwise: bool
 ) -> DequantizeConfig:
-    """Return the configuration that decodes a copy; formats with equal bytes share one."""
+    """Return the configuration that decodes a copy. Formats with equal bytes share one."""
     text = fmt.for_decoding.for_direction(columnwise).text
     return DequantizeConfig(text, dtype, grouping, columnwise)

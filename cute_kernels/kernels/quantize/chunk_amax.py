@@ -91,7 +91,7 @@ class ChunkAmaxKernels(AmaxKernels):
     def sources(
         self, x: cute.Tensor, row: Int32, col: Int32, cols: Int32
     ) -> list[tuple[Int64, Int64]]:
-        """Return ``ElementMaker.sources``, also of elements that are the input's."""
+        """Return ``ElementMaker.sources``, or those of the input if no elements are computed."""
         if self.maker is not None:
             return self.maker.sources(x, row, col, cols)
         return [(x.iterator.toint() + (Int64(row) * cols + col) * 2, Int64(cols) * 2)]

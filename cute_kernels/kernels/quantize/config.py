@@ -223,8 +223,8 @@ class ValuesConfig(RowsConfig):
     """
 
     #: The compiled function takes the arguments of ``RowsConfig``, with None for the scales and the
-    #: outputs behind them, and fp16 values for the codes: (T, K rounded up to a multiple of 128),
-    #: in the order of the GEMM's expansion.
+    #: outputs after them, and fp16 values for the codes: (T, K rounded up to a multiple of 128), in
+    #: the order of the GEMM's expansion.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.row_values:RowValuesQuantizer"
     #: Eight lanes together reorder the values of eight neighbouring blocks.
     teams: ClassVar[tuple[tuple[int, int], ...]] = RowsConfig.teams[1:]
@@ -283,8 +283,8 @@ class TileConfig(CopyConfig):
         compute_amax: Compute the amaxes first. Else they are inputs.
         arch: Name of the architecture.
         prologue: Gather or activation before quantization, if any.
-        is_member: The tensor is one of several that share a seed, and takes the offset of its
-            random numbers.
+        is_member: True if the tensor is one of several that share a seed, and takes the offset of
+            its random numbers.
 
     Raises:
         UnsupportedError: No kernel computes such copies in tiles.
@@ -341,7 +341,7 @@ class TileConfig(CopyConfig):
 
     @property
     def num_loaders(self) -> int:
-        """Loader warps; each has stages and teams of its own."""
+        """Loader warps. Each has stages and teams of its own."""
         return 2 if self.gathers_rows and DTYPE_BYTES[self.dtype] == 2 else 1
 
     @property
@@ -484,10 +484,11 @@ class DequantizeConfig(CopyConfig):
     columnwise: bool = False
 
     #: The compiled function takes (codes, scales, global_scale, offs, out, fresh, num_sms).
-    #: ``codes``, ``scales``: as the quantizers write them; ``scales`` is None if blocks have none.
-    #: ``global_scale``: (T,) or (G,) fp32: the amax, or scale_inv if the format stores one; None
-    #: without a global scale. ``offs``: (G,) int32, None if uniform. ``out``: (T, K) or (G, N, K),
-    #: contiguous. ``fresh``: not 0 to write zeros to the tail.
+    #: ``codes`` and ``scales`` are as the quantizers write them. ``scales`` is None if blocks have
+    #: none. ``global_scale`` is the (T,) or (G,) fp32 amax, or scale_inv if the format stores one.
+    #: It is None if the format has no global scale. ``offs`` is (G,) int32, or None if uniform.
+    #: ``out`` is a contiguous (T, K) or (G, N, K) tensor. If ``fresh`` is not 0, the tail becomes
+    #: zeros.
     kernel: ClassVar[str] = "cute_kernels.kernels.quantize.dequantize:Dequantizer"
 
     @property

@@ -38,7 +38,7 @@ _BATCH = 16
 
 
 class DbiasReducer(GridKernel):
-    """Column sums of ragged groups, see the module."""
+    """Kernel of the column sums of ragged groups. See the module's docstring."""
 
     ctas_per_sm, num_threads = 4, _WARPS * WARP_SIZE
 

@@ -47,7 +47,7 @@ _FINITE = """{
 
 
 class DelayedKernel:
-    """Rolls histories and computes scales, see the module."""
+    """Kernel that rolls histories and computes scales. See the module's docstring."""
 
     def __init__(self, config: DelayedConfig):
         self.config = config

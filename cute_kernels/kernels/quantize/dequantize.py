@@ -75,7 +75,7 @@ class RowAddresses(NamedTuple):
 
 
 class Dequantizer(GridKernel):
-    """Decodes one direction of a quantized tensor, see the module."""
+    """Kernel that decodes one direction of a quantized tensor. See the module's docstring."""
 
     #: An SM always has room for two: the kernels take 66 to 128 registers per thread.
     ctas_per_sm = 2

@@ -25,7 +25,7 @@ LANE_COLS, QUARTER_ROWS, COLUMN_STRIP = 8, 32, 64
 
 
 class QuantizedCopyBuffers(NamedTuple):
-    """Buffers of the copy that is read; None for each one that the format does not have.
+    """Buffers of the copy that is read, or None for each one that the format does not have.
 
     Attributes:
         codes: Codes.
@@ -62,7 +62,7 @@ def store_row(address: Int64, numbers: list[Float32], dtype: str) -> None:
 
 
 class ColumnDecoder:
-    """Decodes parts of columnwise slot tiles; ``SlotTile.tile`` counts within its matrix."""
+    """Decoder of parts of columnwise slot tiles. ``SlotTile.tile`` counts within its matrix."""
 
     def __init__(self, config: DequantizeConfig, codec: Codec):
         self.config = config
@@ -207,7 +207,7 @@ class ColumnDecoder:
     def eight_rows(
         self, address: Int64, pitch: Int64, factors: list[list[Float32]]
     ) -> list[list[Float32]]:
-        """Return the numbers of eight untransposed rows; each column has one factor."""
+        """Return the numbers of eight untransposed rows. Each column has one factor."""
         words = self.codec.code_bytes(LANE_COLS) // 4
         packed = [load_global(address + pitch * i, words) for i in range(LANE_COLS)]
         return [

@@ -33,7 +33,7 @@ class FakeBuffers:
     Args:
         dtype: Data type of the plain tensor.
         grouping: ``"ragged"`` or ``"uniform"``.
-        format: Canonical text of the format; None if only the plain tensor is needed.
+        format: Canonical text of the format. None if only the plain tensor is needed.
     """
 
     def __init__(self, dtype: str, grouping: str, format: str | None = None):
@@ -51,7 +51,7 @@ class FakeBuffers:
         self.lead = (self.groups,) if self.uniform else ()
 
     def x(self, prologue: Prologue | None = None) -> Any:
-        """Return the input, (T, K) or (G, N, K); its width and dtype follow from the prologue."""
+        """Return the input, (T, K) or (G, N, K). Its width and dtype follow from the prologue."""
         if prologue is None:
             return self._plain(self.dtype, self.cols)
         wide = cute.sym_int(divisibility=2 * K_MULTIPLE) if prologue.is_gated else self.cols
@@ -77,7 +77,7 @@ class FakeBuffers:
         return None if self.uniform else compact(Int32, self.groups, align=4)
 
     def global_scale(self, per_row: bool = False) -> Any:
-        """Return (G,) or (T,) fp32 global scales; None if the format has none."""
+        """Return (G,) or (T,) fp32 global scales, or None if the format has none."""
         if self.fmt is not None and self.fmt.global_scale is None:
             return None
         # Uniform groups have G * N rows; no symbol says that.

@@ -10,7 +10,7 @@ GLOBAL_SCALE_BUFFERS = ("scale_inv", "scale")
 
 
 class GlobalScaleWriter:
-    """Writes the global-scale buffers of groups, including empty groups."""
+    """Writer of the global-scale buffers of groups, including empty groups."""
 
     def __init__(self, codec: Codec):
         self.codec = codec

@@ -19,7 +19,7 @@ class AmaxConfig:
         per_group: Write the amax of each group.
         arch: Name of the architecture.
         prologue: Activation of the elements, if any.
-        keeps_nan: The amax of numbers with a NaN is NaN, see ``Format.amaxes_keep_nan``.
+        keeps_nan: True if the amax of numbers with a NaN is NaN, see ``Format.amaxes_keep_nan``.
     """
 
     dtype: str
@@ -77,8 +77,8 @@ class DelayedConfig:
 
     Attributes:
         is_max: Compute scales from the largest amax of the history, else from the latest.
-        takes_amax: The amaxes of the present step are an input.
-        skip_nonfinite: An amax that is infinite or NaN counts as 0.
+        takes_amax: True if the amaxes of the present step are an input.
+        skip_nonfinite: True if an amax that is infinite or NaN counts as 0.
     """
 
     is_max: bool = True
@@ -97,8 +97,8 @@ class DbiasConfig:
 
     Attributes:
         dtype: Data type of dy.
-        vectorized: Rows are a multiple of 16 bytes long and are read 16 bytes at a time; otherwise
-            element by element.
+        vectorized: True if rows are a multiple of 16 bytes long and are read 16 bytes at a time;
+            otherwise element by element.
     """
 
     dtype: str

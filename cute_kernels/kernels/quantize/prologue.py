@@ -15,9 +15,9 @@ class Prologue:
     """Operation that computes the elements of a kernel from its input.
 
     Attributes:
-        dtype: Data type of the input; the ``dtype`` of a configuration is that of the elements.
+        dtype: Data type of the input. The ``dtype`` of a configuration is that of the elements.
         activation: Text of the activation, or None.
-        gathered: Row r of the elements comes from row index[r] of the input.
+        gathered: True if row r of the elements comes from row index[r] of the input.
     """
 
     dtype: str

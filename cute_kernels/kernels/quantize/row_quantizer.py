@@ -87,7 +87,7 @@ class RowBatch(NamedTuple):
 
 
 class RowsQuantizer(RowTeam):
-    """Persistent kernel that quantizes rows, see the module."""
+    """Persistent kernel that quantizes rows. See the module's docstring."""
 
     def __init__(self, config: RowsConfig):
         super().__init__(config)

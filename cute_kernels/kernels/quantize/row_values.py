@@ -22,7 +22,7 @@ from .row_team import Lane
 
 
 class RowValuesQuantizer(RowsQuantizer):
-    """Persistent kernel that quantizes rows to values, see the module."""
+    """Persistent kernel that quantizes rows to values. See the module's docstring."""
 
     def __init__(self, config: ValuesConfig):
         super().__init__(config)
@@ -52,7 +52,7 @@ class RowValuesQuantizer(RowsQuantizer):
         scales_address: Int32,
         lane: Lane,
     ) -> None:
-        """Write a lane's blocks as values; eight lanes reorder eight neighbouring blocks.
+        """Write a lane's blocks as values. Eight lanes reorder eight neighbouring blocks.
 
         All lanes take part, with zeros for blocks past K. The blocks of ``DECODED_CHUNK_K``
         elements are numbered 2 j + p. Lane 2 q + p writes their elements q and q + 4 of both words,

@@ -37,7 +37,7 @@ _DESTINATION_BYTES = 16
 
 
 class TokensQuantizer(RowsQuantizer):
-    """Persistent kernel that quantizes tokens, see the module."""
+    """Persistent kernel that quantizes tokens. See the module's docstring."""
 
     def __init__(self, config: TokensConfig):
         super().__init__(config)
@@ -192,7 +192,7 @@ class TokensQuantizer(RowsQuantizer):
 
     @cute.jit
     def put(self, offset: Int64, words: list[Uint32], lane: Lane) -> None:
-        """Store words ``offset`` bytes behind the start of each row of the token."""
+        """Store words ``offset`` bytes after the start of each row of the token."""
         for i in cutlass.range(lane.num_destinations, unroll=4):
             row_start = _address(load_shared(lane.destinations + i * _DESTINATION_BYTES, 2))
             if row_start != 0:
@@ -231,7 +231,7 @@ class TokensQuantizer(RowsQuantizer):
 
     @cute.jit
     def clear_other_slots(self, groups: GroupCursor, scales: cute.Tensor, lane: Lane) -> None:
-        """Zero the scales of slots behind the last row of each group, up to whole slot tiles."""
+        """Zero the scales of slots after the last row of each group, up to whole slot tiles."""
         warps, words = self.config.num_compute_warps, self.scale_words(lane)
         warp = cute.arch.block_idx()[0] * warps + lane.warp
         for item in cutlass.range(

@@ -38,17 +38,17 @@ def check_margin(margin: int, fmt: Format) -> None:
 @register_inplace
 @dataclasses.dataclass
 class DelayedScalingUpdate(FormatOp):
-    """Roll the amax history of each slot, and compute its next scale; both in place.
+    """Roll the amax history of each slot, and compute its next scale. Both in place.
 
     A slot is a column of the history: one group of one tensor. For each slot, with fl() one
     rounding to fp32 (TransformerEngine's fused update):
 
-      last = amax if it is given and not 0, else history[0]
-      if last != 0:
-        history = (history[1], ..., history[L-1], last)
-        A = max(history) ignoring NaN, or last for "most_recent"
-        if A is finite and A > 0: scale = min(fl(fl(FP8_MAX * 2^-margin) / A), FMAX)
-        history[0] = 0
+        last = amax if it is given and not 0, else history[0]
+        if last != 0:
+          history = (history[1], ..., history[L-1], last)
+          A = max(history) ignoring NaN, or last for "most_recent"
+          if A is finite and A > 0: scale = min(fl(fl(FP8_MAX * 2^-margin) / A), FMAX)
+          history[0] = 0
 
     So the largest of the last L amaxes counts. If ``last`` is 0, the slot was not used in this
     step, and nothing changes. An infinite A keeps the scale until the infinity has left the

@@ -79,7 +79,7 @@ class GroupedDequantize(FormatOp):
 
     @property
     def num_groups(self) -> int | None:
-        """G of a ragged tensor; None if uniform, or with ``shapes``."""
+        """G of a ragged tensor, or None if uniform, or with ``shapes``."""
         return None if self.offs is None else self.offs.shape[0]
 
     def check(self) -> None:
@@ -90,7 +90,7 @@ class GroupedDequantize(FormatOp):
         shapes = None
         if self.shapes is not None:
             if self.offs is not None:
-                raise ValueError("offs and shapes are both given: groups are cut by one of them")
+                raise ValueError("offs and shapes are both given: pass only one of them")
             shapes = pairs(self.shapes)
             check_shapes(shapes, self.rows, self.record.k_multiple, self.format)
         else:

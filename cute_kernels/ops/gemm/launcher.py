@@ -6,19 +6,20 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ...arch import get_arch
-from ...kernels.gemm.choose import choose_config, preferred_tiles, split_launches
+from ...kernels.gemm.choose import (
+    choose_config,
+    preferred_tiles,
+    prefers_activation,
+    split_launches,
+)
 from ...kernels.gemm.common.config import GemmConfig
-from ...kernels.gemm.common.operand_kinds import operand_of
 from ...kernels.gemm.common.problem import GemmProblem, TileShape
-from ...kernels.gemm.sm90.choose import prefers_activation
-from ...kernels.gemm.sm90.config import Sm90GemmConfig
-from ...kernels.gemm.sm100.config import Sm100GemmConfig
 from ...kernels.gemm.variants import CONFIGS
 from ...layout.shapes import PITCH_ALIGNMENT
 from ...records import UnsupportedError
@@ -28,14 +29,34 @@ from ...runtime.plan_cache import clear_plan_cache
 from ..arguments import aligned, dense, dtype_name, readable
 from ..op import launched_by
 from ..plan import Runner
+from .base_op import GroupedGemm, MGrouped
 from .decoded import decodes_first, multiply_decoded
 from .fused_op import MGroupedQuantizeGemm
 from .gathered import gathers_first, multiply_gathered
-from .op import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm
-from .operand_tensors import OperandFields, OperandTensors
-from .operands_sm90 import sm90_preparation, values_config
-from .operands_sm100 import sm100_preparation
+from .op import KGroupedGemm, MGroupedGemm
+from .operand_tensors import OperandFields, OperandTensors, Prepare
+from .operands_sm90 import sm90_operand_fields, sm90_preparation, values_config
+from .operands_sm100 import sm100_operand_fields, sm100_preparation
 
+
+class _Operands(NamedTuple):
+    """Operands on the kernels of one architecture.
+
+    Attributes:
+        fields: Returns the fields of a configuration that describe both operands of a product.
+        prepare: Returns a function that prepares the operands of calls like an op; None if none
+            is needed.
+    """
+
+    fields: Callable[[GroupedGemm], dict[str, Any]]
+    prepare: Callable[[GroupedGemm, Any, Launcher], Prepare | None]
+
+
+#: By architecture, as ``kernels.gemm.variants.CONFIGS``.
+_OPERANDS = {
+    "sm_90a": _Operands(sm90_operand_fields, sm90_preparation),
+    "sm_100a": _Operands(sm100_operand_fields, sm100_preparation),
+}
 _forced: list[TileShape] = []
 
 
@@ -57,35 +78,6 @@ def force_tile(tile: TileShape) -> Iterator[None]:
         clear_plan_cache()
 
 
-def _operand_fields(op: GroupedGemm, arch: str) -> dict[str, Any]:
-    """Return the fields of a GEMM configuration that describe both operands."""
-    if op.b_record is None:
-        return {"operand": dtype_name(op.a.dtype)}
-    b = operand_of(op.b_record)
-    if op.a_record is None and CONFIGS[arch] is not Sm90GemmConfig:
-        return {"operand": dtype_name(op.a.dtype), "b_operand": b.name}
-    a = b if op.a_record is None else operand_of(op.a_record)
-    fields: dict[str, Any] = {"operand": a.name}
-    if a is not b:
-        fields["b_operand"] = b.name
-    if op.a_record is not None and a.has_row_scales and b.has_row_scales:
-        fields["pow2_scales"] = op.a_record.has_pow2_scales and op.b_record.has_pow2_scales
-    return fields
-
-
-def _sm90_fields(op: GroupedGemm) -> dict[str, Any]:
-    """Return the fields of quantized weights that only configurations for sm_90a have."""
-    a, b = op.a_record, op.b_record
-    if b is None:
-        return {}
-    if a is None:
-        return {"activations": dtype_name(op.a.dtype)}
-    kind = operand_of(b)
-    if kind.has_short_sums and not kind.has_row_scales:
-        return {"split": op.is_split}
-    return {"prepacked": True} if op.prepacked else {}
-
-
 @launched_by(MGrouped)
 def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
     """Build the runner of an ``m_grouped`` GEMM."""
@@ -101,13 +93,11 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
 
 def _m_grouped_problem(op: MGrouped, arch: str) -> tuple[GemmConfig, GemmProblem]:
     """Return the configuration of an ``m_grouped`` product, with any tile, and its sizes."""
-    cls = CONFIGS[arch]
-    fields = _sm90_fields(op) if cls is Sm90GemmConfig else {}
+    cls, fields = CONFIGS[arch], _OPERANDS[arch].fields(op)
     # An activation, its form, and the format of the result; none for a plain product.
     names = ("activation", "interleaved", "stores_preactivation", "quantizes_to")
     epilogue = dict(zip(names, op.epilogue_fields, strict=False))
     base = cls(
-        **_operand_fields(op, arch),
         tile=cls.any_tile("m_grouped"),
         out_dtype=dtype_name(op.result_dtype),
         row_scaled=op.row_scaled,
@@ -135,7 +125,7 @@ def activates(op: MGrouped, arch: str, quantizer: bool) -> bool:
     """Return True if a kernel should apply the activation in the epilogue of products like ``op``.
 
     Only formats, dtypes and shapes of ``op`` count. There must be a kernel that can compute the
-    product, and the architecture must prefer it, see ``sm90.choose.prefers_activation``.
+    product, and the architecture must prefer it, see ``prefers_activation``.
 
     Args:
         op: The product with its activation.
@@ -145,7 +135,7 @@ def activates(op: MGrouped, arch: str, quantizer: bool) -> bool:
     if decodes_first(op, arch):
         op = dataclasses.replace(cast("MGroupedGemm", op), b=op.b.to(op.a.dtype), b_format=None)
     base, problem = _m_grouped_problem(op, arch)
-    if isinstance(base, Sm90GemmConfig) and not prefers_activation(base, op.num_rows, quantizer):
+    if not prefers_activation(base, op.num_rows, quantizer):
         return False
     tiles = preferred_tiles(base)
     return any(dataclasses.replace(base, tile=tile).can_implement(problem) for tile in tiles)
@@ -176,7 +166,7 @@ def _run_two_ops(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner:
 
 
 def run_as_values(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner | None:
-    """Build the runner that quantizes A to values; None if no kernel can do that."""
+    """Build the runner that quantizes A to values, or None if no kernel can do that."""
     multiplies_codes = get_arch(launch.arch).has_block_scaled_mma
     if multiplies_codes or not op.a.numel() or values_config(op, launch) is None:
         return None
@@ -194,13 +184,12 @@ def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
         return multiply_gathered(op, "b", launch, k_grouped)
     cls = CONFIGS[launch.arch]
     base = cls(
-        **_operand_fields(op, launch.arch),
         grouping="k_grouped",
         tile=cls.any_tile("k_grouped"),
         out_dtype=dtype_name(spec.dtype),
         has_alpha=op.alpha is not None,
         gathered=op.index is not None,
-        **(_sm90_fields(op) if cls is Sm90GemmConfig else {}),
+        **_OPERANDS[launch.arch].fields(op),
     )
     problem = GemmProblem(
         operand=base.operand,
@@ -253,10 +242,7 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
         problem: Sizes of the product.
         launch: Launcher of kernels.
     """
-    if isinstance(config, Sm90GemmConfig):
-        prepare = sm90_preparation(op, config, launch)
-    elif isinstance(config, Sm100GemmConfig):
-        prepare = sm100_preparation(op, config, launch)
+    prepare = _OPERANDS[config.arch].prepare(op, config, launch)
     # Strides are the same in every call; addresses are not.
     read = op.reader()
     is_addressable = all(map(_is_addressable, read(op)))

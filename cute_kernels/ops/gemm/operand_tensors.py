@@ -11,9 +11,9 @@ class OperandTensors(NamedTuple):
 
     Attributes:
         codes: Codes of a quantized operand, or the values of a plain one.
-        block_scales: Block scales; None without.
-        global_scale: Global scale, or the amax that stands for it, (G,) or (T,) fp32; None
-            without.
+        block_scales: Block scales. None if absent.
+        global_scale: Global scale, or the amax that stands for it, (G,) or (T,) fp32. None if
+            absent.
     """
 
     codes: Tensor

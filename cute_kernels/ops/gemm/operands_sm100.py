@@ -5,19 +5,21 @@ Powers of two become E8M0 tiles, and the rows of the two halves of B are interle
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from ...kernels.gemm.common.operand_kinds import operand_of
 from ...kernels.gemm.sm100.config import ScaleTilesConfig, Sm100GemmConfig
 from ...layout.buffers import BufferSpec
 from ...layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, ceil_div
 from ...runtime.allocator import Allocator
 from ...runtime.launch import Launcher
-from .op import GroupedGemm, MGrouped
+from ..arguments import dtype_name
+from .base_op import GroupedGemm, MGrouped
 from .operand_tensors import Operands, OperandTensors, Prepare
-from .operands_sm90 import transpose_squares
+from .operands import code_fields, transpose_squares
 
 
 def scale_tiles(scales: Tensor, is_square: bool) -> BufferSpec:
@@ -37,8 +39,18 @@ def scale_tiles(scales: Tensor, is_square: bool) -> BufferSpec:
     return BufferSpec((*lead, *shape, SF_TILE_BYTES), torch.uint8)
 
 
+def sm100_operand_fields(op: GroupedGemm) -> dict[str, Any]:
+    """Return the fields of a configuration for sm_100a that describe both operands."""
+    a, b = op.a_record, op.b_record
+    if b is None:
+        return {"operand": dtype_name(op.a.dtype)}
+    if a is None:
+        return {"operand": dtype_name(op.a.dtype), "b_operand": operand_of(b).name}
+    return code_fields(a, b)
+
+
 def sm100_preparation(op: GroupedGemm, config: Sm100GemmConfig, launch: Launcher) -> Prepare | None:
-    """Return a function that prepares the operands of calls like ``op``; None if none is needed."""
+    """Return a function that prepares the operands of calls like ``op``. None if none is needed."""
     transpose = transpose_squares(op, config)
     tiles_config = ScaleTilesConfig.for_gemm(config)
     if tiles_config is None:

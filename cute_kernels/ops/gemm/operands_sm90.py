@@ -6,12 +6,12 @@ Values have their elements in the order in which instructions contract them, see
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ...kernels.gemm.common.config import GemmConfig
+from ...kernels.gemm.common.operand_kinds import operand_of
 from ...kernels.gemm.sm90.config import Sm90GemmConfig
 from ...kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from ...kernels.quantize.config import RowsConfig, TokenValuesConfig, ValuesConfig
@@ -20,15 +20,32 @@ from ...layout.buffers import BufferSpec
 from ...layout.shapes import DECODED_CHUNK_K, ceil_div
 from ...runtime.allocator import Allocator
 from ...runtime.launch import Launcher
-from ..arguments import readable
+from ..arguments import dtype_name, readable
 from ..quantize.launcher import choose_rows, quantized
+from .base_op import GroupedGemm
 from .fused_op import MGroupedQuantizeGemm
-from .op import GroupedGemm
 from .operand_tensors import Operands, OperandTensors, Prepare
+from .operands import code_fields, transpose_squares
+
+
+def sm90_operand_fields(op: GroupedGemm) -> dict[str, Any]:
+    """Return the fields of a configuration for sm_90a that describe both operands."""
+    a, b = op.a_record, op.b_record
+    if b is None:
+        return {"operand": dtype_name(op.a.dtype)}
+    kind = operand_of(b)
+    if a is None:
+        return {"operand": kind.name, "activations": dtype_name(op.a.dtype)}
+    fields = code_fields(a, b)
+    if kind.has_short_sums and not kind.has_row_scales:
+        fields["split"] = op.is_split
+    elif op.prepacked:
+        fields["prepacked"] = True
+    return fields
 
 
 def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) -> Prepare | None:
-    """Return a function that prepares the operands of calls like ``op``; None if none is needed."""
+    """Return a function that prepares the operands of calls like ``op``. None if none is needed."""
     if op.quantizes_a:
         return _quantize_values(cast("MGroupedQuantizeGemm", op), launch)
     if config.activations is not None:
@@ -38,32 +55,8 @@ def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) 
     return transpose_squares(op, config)
 
 
-def transpose_squares(op: GroupedGemm, config: GemmConfig) -> Prepare | None:
-    """Return what transposes the scales of squares of columnwise copies.
-
-    The scales of both copies are stored in the order of the tensor's rows, which the columnwise
-    copy contracts. The result is None if no operand has such scales.
-    """
-    transposes_a = config.kind.has_squares and config.grouping == "k_grouped"
-    transposes_b = config.b_kind.has_squares and op.uses_columnwise
-    if not (transposes_a or transposes_b):
-        return None
-
-    def run(
-        op: GroupedGemm, a: OperandTensors, b: OperandTensors, offs: Tensor, rows: Tensor | None
-    ) -> Operands:
-        """Transpose the scales of the operands that need it."""
-        if transposes_a and a.block_scales is not None:
-            a = OperandTensors(a.codes, a.block_scales.mT, a.global_scale)
-        if transposes_b and b.block_scales is not None:
-            b = OperandTensors(b.codes, b.block_scales.mT, b.global_scale)
-        return a, b
-
-    return run
-
-
 def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> RowsConfig | None:
-    """Return the configuration of the quantizer of A to values; None if no kernel can do it."""
+    """Return the configuration of the quantizer of A to values, or None if no kernel can do it."""
     quantizer = op.quantizer()
     problem = quantized(quantizer)
     config = choose_rows(quantizer, problem, launch, ValuesConfig, TokenValuesConfig)

@@ -165,7 +165,7 @@ class MoeCombine(PlainTensorOp):
     Args:
         h: (R, H) bf16, fp16 or fp32.
         row: (T, k) int32, without repetitions; invalid rows are skipped.
-        weight: (T, k) fp32; None for ones.
+        weight: (T, k) fp32. None for ones.
         out_dtype: Dtype of ``y``; by default the dtype of ``h``.
 
     Returns:
@@ -231,8 +231,8 @@ class MoeActivate(PlainTensorOp):
         x: (R, W) bf16, fp16 or fp32; W = 2 N for a gated activation.
         activation: Text of the activation, as for ``grouped_quantize``.
         offs: (G,) int32. End rows: rows from the last one on are neither read nor written.
-        interleaved: The columns of a gated activation's two inputs alternate, A first, instead of
-            forming halves [A | B].
+        interleaved: True if the columns of a gated activation's two inputs alternate, A first,
+            instead of forming halves [A | B].
 
     Returns:
         (R, N).
@@ -304,7 +304,7 @@ class MoeActivateGradient(PlainTensorOp):
         _check_activation(self.x, self.activation, self.offs, self.interleaved)
         check_prologue("x", self.x, self.activation, self.grad)
         if (self.weight is None) != (self.pair is None):
-            raise ValueError("weight and pair go together: give both or none")
+            raise ValueError("weight and pair go together: pass both or neither")
         if self.weight is not None and self.pair is not None:
             check_tensor("weight", self.weight, dtypes=_FP32, ndim=(2,))
             check_tensor("pair", self.pair, dtypes=_INT32, shape=(self.x.shape[0],))

@@ -56,7 +56,7 @@ class MoeRoute(PlainTensorOp):
         factor: Factor of the weights, applied last.
 
     Returns:
-        weights (T, k) fp32; ids (T, k) int64, the best first, -1 for tokens from ``end`` on; and
+        Weights (T, k) fp32; ids (T, k) int64, the best first, -1 for tokens from ``end`` on; and
         scores (T, E) fp32. Differentiable in the logits, given gradients of weights and scores.
     """
 

@@ -23,19 +23,19 @@ from ..registration import check_outputs, register_inplace
 @register_inplace
 @dataclasses.dataclass
 class AdamWQuantize(FormatOp):
-    """Take a step of AdamW on an fp32 master weight, and quantize the result; all in place.
+    """Take a step of AdamW on an fp32 master weight, and quantize the result. All in place.
 
     ``numbers`` are lr, power1, power2, scale and found_inf. power1 and power2 are beta1 and beta2
     to the power of the step. scale divides gradients, and is negative to maximize. found_inf = 1
     leaves master and moments unchanged. Let fl() be one rounding to fp32 and fma() one rounding of
     a product and a sum, as nvcc compiles the fused kernel of PyTorch 2.13:
 
-      g = fl(grad / scale)
-      p = fma(-fl(lr * weight_decay), p, p), unless weight_decay is 0
-      m = fma(beta1, m, fma(-beta1, g, g))
-      v = fma(beta2, v, fma(-beta2, fl(g * g), fl(g * g)))
-      p = fl(p - fl(fl(fl(lr / fl(1 - power1)) * m)
-                    / fl(fl(fl(sqrt(v)) / fl(sqrt(fl(1 - power2)))) + eps)))
+        g = fl(grad / scale)
+        p = fma(-fl(lr * weight_decay), p, p), unless weight_decay is 0
+        m = fma(beta1, m, fma(-beta1, g, g))
+        v = fma(beta2, v, fma(-beta2, fl(g * g), fl(g * g)))
+        p = fl(p - fl(fl(fl(lr / fl(1 - power1)) * m)
+                      / fl(fl(fl(sqrt(v)) / fl(sqrt(fl(1 - power2)))) + eps)))
 
     This takes one kernel; two if groups have amaxes, the first of which computes the amaxes of
     the new p.

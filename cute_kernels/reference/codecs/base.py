@@ -11,7 +11,7 @@ from ..conversions import encode, encode_e2m1_stochastic, f32
 
 
 def scaled(values: Tensor, factors: Tensor, vec: int) -> Tensor:
-    """Multiply ``values`` (..., K) by a factor per block of ``vec``; the last may be partial."""
+    """Multiply ``values`` (..., K) by a factor per block of ``vec``. The last may be partial."""
     if values.shape[-1] % vec:
         return values * factors.repeat_interleave(vec, dim=-1)[..., : values.shape[-1]]
     blocks: Tensor = values.unflatten(-1, (-1, vec))

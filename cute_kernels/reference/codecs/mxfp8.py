@@ -6,9 +6,9 @@ With a the amax of a block and fl() one rounding to fp32:
   code  = fp8(fl(x * 2^(127 - e)))               saturating, to nearest even
   value = fl(code * 2^(e - 127))                 what a code decodes to
 
-``e`` is 254 for an infinite amax and 0 for an amax up to FP8_MAX * 2^-127, including zero; 2^-127
-is subnormal in fp32 and is not flushed. NaN never reaches an amax; as an element it becomes the
-code of NaN, 0x7F. Infinities saturate; with ``nan_scales`` their block's e is stored as 255, which
+``e`` is 254 for an infinite amax and 0 for an amax up to FP8_MAX * 2^-127, including zero. 2^-127
+is subnormal in fp32 and is not flushed. NaN never reaches an amax. As an element it becomes the
+code of NaN, 0x7F. Infinities saturate. With ``nan_scales`` their block's e is stored as 255, which
 is NaN.
 """
 

@@ -52,7 +52,7 @@ function caseView() {
 /** Quantities of grouped.inspect: titles and formats of numbers. */
 const QUANTITIES = {
   snr_db: ["signal over noise, dB", (v) => v.toFixed(1)], saturated: ["share saturated", percent], underflow: ["share underflowing to zero", percent],
-  amax: ["amax", short], rows: ["rows per expert", short], second_level: ["global scale", (v) => v.toPrecision(3)], nonfinite: ["NaN and infinite", short],
+  amax: ["amax", short], rows: ["rows per expert", short], global_scale: ["global scale", (v) => v.toPrecision(3)], nonfinite: ["NaN and infinite", short],
 };
 
 /** Effects of quantization on a model: records of grouped.inspect. */

@@ -86,7 +86,7 @@ class GemmConfig(abc.ABC):
     kernel: ClassVar[str]
     #: The tiles that an architecture's kernel is built for.
     tile_shapes: ClassVar[tuple[TileShape, ...]]
-    #: Number of blocks of output that an epilogue stages in turn.
+    #: Number of buffers for the blocks of output that an epilogue stages.
     num_store_stage: ClassVar[int] = 2
     #: Number of tiles that the scheduler is ahead.
     num_sched_stage: ClassVar[int] = 4
@@ -95,7 +95,7 @@ class GemmConfig(abc.ABC):
         """Check the fields.
 
         Raises:
-            ValueError: A field or the tile breaks a rule; the message has the rule and the value.
+            ValueError: A field or the tile is invalid; the message has the rule and the value.
         """
         if not (support := check_rules(self.field_rules())):
             raise ValueError(support.reason)
@@ -103,7 +103,7 @@ class GemmConfig(abc.ABC):
             raise ValueError(f"this product cannot have the tile {self.tile}: {reason}")
 
     def field_rules(self) -> Iterator[Rule]:
-        """Yield the rules of all fields; the rules of the tile are apart, see ``tile_rules``."""
+        """Yield the rules of all fields. The rules of the tile are apart, see ``tile_rules``."""
         yield from self._known_names()
         yield from self._operand_rules()
         yield from self._output_rules()
@@ -215,7 +215,7 @@ class GemmConfig(abc.ABC):
         """Yield the rules of ``tile``, one of ``tile_shapes``, for the other fields."""
 
     def why_unsupported(self, tile: TileShape) -> str:
-        """Return why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
+        """Return why this configuration cannot have a tile of ``tile_shapes``, or '' if it can."""
         return check_rules(self.tile_rules(tile)).reason
 
     @classmethod
@@ -225,7 +225,7 @@ class GemmConfig(abc.ABC):
 
     @property
     def handled_rows(self) -> RowRange:
-        """The row tiles of an m_grouped product that this kernel takes: all, as a rule."""
+        """Row tiles of an m_grouped product that this kernel takes. By default it takes all."""
         return RowRange(self.tile.rows, 0, self.tile.rows)
 
     @property
@@ -242,7 +242,7 @@ class GemmConfig(abc.ABC):
         return False
 
     def has_whole_blocks(self, tile: Any) -> bool:
-        """Return True if a tile holds whole blocks of a quantized output, or there is none."""
+        """Return True unless a tile would cut a block of a quantized output."""
         return self.quantizes_to is None
 
     @property
@@ -257,12 +257,12 @@ class GemmConfig(abc.ABC):
 
     @property
     def act(self) -> Activation | None:
-        """Record of the activation; None without."""
+        """Record of the activation, if any."""
         return None if self.activation is None else parse_activation(self.activation)
 
     @property
     def result(self) -> Format | None:
-        """Format of a quantized output; None without."""
+        """Format of a quantized output, if any."""
         return None if self.quantizes_to is None else parse(self.quantizes_to)
 
     @property
@@ -292,7 +292,7 @@ class GemmConfig(abc.ABC):
 
     @property
     def decoded_to(self) -> OperandKind | None:
-        """Kind to which codes are decoded; None if they are not.
+        """Kind to which codes are decoded, or None if they are not.
 
         It is the kind of a plain A, or bf16 if A has 8-bit codes.
         """
@@ -324,7 +324,7 @@ class GemmConfig(abc.ABC):
 
     @property
     def ragged_k(self) -> bool:
-        """True if K begins and ends at any row; otherwise it starts at a slot or at 0."""
+        """True if K begins and ends at any row. Otherwise it starts at a slot or at 0."""
         return self.grouping == "k_grouped" and not self.kind.has_slots
 
     @property
@@ -352,8 +352,8 @@ class GemmConfig(abc.ABC):
     def can_implement(self, problem: GemmProblem) -> Support:
         """Return whether the kernel can compute ``problem``, and if not, why.
 
-        Together with the rules of fields and of the tile this is all that decides.
-        ``kernels.gemm.choose`` says what is preferred.
+        Only this method and the rules of fields and of the tile decide what is possible.
+        ``kernels.gemm.choose`` decides what is preferred.
         """
         return check_rules(self.problem_rules(problem))
 
@@ -394,7 +394,7 @@ class GemmConfig(abc.ABC):
             )
 
     def _block_rules(self, problem: GemmProblem) -> Iterator[Rule]:
-        """Yield the rules of blocks: of a quantized output, and of B's rows beside block scales."""
+        """Yield the rules of blocks of a quantized output, and of B's rows with block scales."""
         yield Rule(
             self.has_whole_blocks(self.tile),
             "tile",

@@ -69,7 +69,7 @@ class FakeArguments:
 
     def scales(self) -> tuple[Any, Any]:
         # Rows of slots, or columns of a columnwise copy.
-        """Return the block scales of A and B; None without."""
+        """Return the block scales of A and B, if any."""
         rows = [cute.sym_int(divisibility=N_ALIGN) for _ in range(2)]
         lead = (self.groups,)
         if self.is_k_grouped:
@@ -109,7 +109,7 @@ class FakeArguments:
         return _compact(cutlass.Float32, self.groups, align=4)
 
     def out_scales(self) -> Any:
-        """Return the block scales of a quantized output; None without."""
+        """Return the block scales of a quantized output, if any."""
         kind = self.out_kind
         if kind is None or not kind.has_row_scales:
             return kind and _scale_tiles()

@@ -63,7 +63,7 @@ class StageLoad(NamedTuple):
 
     @property
     def mcast_mask(self) -> Int16 | None:
-        """Mask of the CTAs that receive the copy; None without multicast."""
+        """Mask of the CTAs that receive the copy, or None without multicast."""
         return Int16((1 << self.sharers) - 1) if self.sharers > 1 else None
 
     @cute.jit
@@ -100,12 +100,13 @@ class StageLoad(NamedTuple):
 
 
 class LoadWarp:
-    """The load warp.
+    """The load warp, which copies tiles of both operands to shared memory.
 
-    The load of one tensor of an operand is specific to an architecture. It has a ``source``, which
-    is a ``TmaSource``; ``copies(row, k_start, group)``, the source tiles along K and the stages;
-    ``mcast_mask``, the receivers; and ``is_scale``, True for block scales. The loads of an operand
-    are of its elements, then of its block scales if it has any. ``gather`` copies rows by an index.
+    Each architecture has a class that loads one tensor of an operand. Its ``source`` is a
+    ``TmaSource``. Its method ``copies(row, k_start, group)`` returns the source tiles along K and
+    the stages. ``mcast_mask`` is the mask of the receivers, and ``is_scale`` is True for block
+    scales. An operand has one such load for its elements, and a second one if it has block scales.
+    ``gather`` copies rows by an index.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class Tcgen05Kind:
     Attributes:
         qualifiers: The kind, and the qualifiers after it.
         element: Number of the element type in the descriptor of an instruction.
-        scale: Number of the type of block scales in the descriptor; None without.
+        scale: Number of the type of block scales in the descriptor. None if absent.
     """
 
     qualifiers: str
@@ -77,7 +77,7 @@ class OperandKind:
 
     Attributes:
         name: Name in configurations: the text of the format, or a dtype.
-        fmt: Record of the format; None if plain.
+        fmt: Record of the format. None if plain.
     """
 
     name: str
@@ -101,7 +101,7 @@ class OperandKind:
 
     @property
     def scale(self) -> BlockScale | None:
-        """Block scale of the format; None without."""
+        """Block scale of the format, if any."""
         return None if self.fmt is None else self.fmt.scale
 
     @property
@@ -121,12 +121,12 @@ class OperandKind:
 
     @property
     def sf_vec_size(self) -> int:
-        """Elements that share a block scale; 0 without block scales."""
+        """Elements that share a block scale, or 0 without block scales."""
         return 0 if self.scale is None else self.scale.vec_size
 
     @property
     def global_scale_factor(self) -> float | None:
-        """Factor of the stored global scale when it is decoded; None without a global scale."""
+        """Factor of the stored global scale when it is decoded, or None without a global scale."""
         global_scale = None if self.fmt is None else self.fmt.global_scale
         return None if global_scale is None else global_scale.factor
 
@@ -156,13 +156,13 @@ class OperandKind:
 
     @property
     def dsl_types(self) -> tuple[str, str | None]:
-        """The DSL's names of the types of elements and block scales; None without scales."""
+        """The DSL's names of the types of elements and block scales, or None without scales."""
         scale = None if self.scale is None else _DSL_TYPES[self.scale.element.name]
         return _DSL_TYPES[self.element], scale
 
     @property
     def tcgen05(self) -> Tcgen05Kind | None:
-        """Instructions of sm_100a; None if it has none for such operands."""
+        """Instructions of sm_100a, or None if it has none for such operands."""
         return _TCGEN05.get(
             (
                 self.element,
@@ -178,7 +178,7 @@ class OperandKind:
 
     @property
     def is_wgmma(self) -> bool:
-        """True if instructions of sm_90a multiply the elements; otherwise they are decoded."""
+        """True if instructions of sm_90a multiply the elements. Otherwise they are decoded."""
         return self.element in _WGMMA
 
     @property

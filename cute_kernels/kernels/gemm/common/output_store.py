@@ -22,7 +22,7 @@ VECTOR_BYTES = 16
 
 
 class EpilogueTensors(NamedTuple):
-    """Tensors that the epilogue reads and writes; None for those that a product does not have.
+    """Tensors that the epilogue reads and writes. Tensors that a product does not have are None.
 
     Attributes:
         out: (T, N) as (1, T, N), or (G, M, N) of a k_grouped product, with rows of any pitch.

@@ -36,7 +36,7 @@ class TileShape:
         m: Rows of operand M.
         n: Rows of operand N.
         num_ctas: CTAs of a cluster, which share a tile or have neighbouring tiles.
-        swap_ab: Operand M is B and operand N is A, see the module.
+        swap_ab: True if operand M is B and operand N is A, see the module's docstring.
     """
 
     m: int
@@ -64,8 +64,8 @@ class TileShape:
 class RowRange:
     """The row tiles of an m_grouped product that one kernel takes, if several kernels share it.
 
-    A group is cut into tiles of ``chunk_rows`` rows, and one of the remaining rows. Every tile is
-    taken by the kernel whose range, from ``min_rows`` (exclusive) to ``max_rows``, contains the
+    A group is cut into tiles of ``chunk_rows`` rows, and one tile of the remaining rows. Every tile
+    is taken by the kernel whose range, from ``min_rows`` (exclusive) to ``max_rows``, contains the
     number of its rows. So large groups get wide tiles and small ones narrow tiles, and the host
     need not know the sizes. A kernel that ``is_later`` starts on the SMs that the previous kernel
     has left.
@@ -79,14 +79,15 @@ class RowRange:
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """Sizes and types of a call that decide which kernels can compute it; all known on the host.
+    """Sizes and types of a call, known on the host, that decide which kernels can compute it.
 
     Attributes:
         operand: Name of the operand kind of A.
         grouping: "m_grouped" or "k_grouped".
         out_dtype: Dtype of the output.
         groups: Number of groups, G.
-        rows: T, the rows of the buffer, or for slots in a k_grouped product the most they can hold.
+        rows: Rows of the buffer, T. For slots in a k_grouped product it is the number of rows that
+            they can hold.
         n: Columns of the product.
         m: Columns of A in a k_grouped product.
         k: K of an m_grouped product.
@@ -103,7 +104,7 @@ class GemmProblem:
 
 
 class GemmArguments(NamedTuple):
-    """Arguments of a grouped GEMM kernel, in its order; a stream follows when it is traced.
+    """Arguments of a grouped GEMM kernel, in its order. A traced kernel also takes a stream.
 
     Operands and block scales are those of sm_90a. The kernel of sm_100a documents its differences.
 
@@ -126,7 +127,7 @@ class GemmArguments(NamedTuple):
         out_scales: Block scales of a quantized output, see ``FakeArguments``.
         out_global_scale: (G,) fp32. The amaxes to which they are relative, for a format with a
             global scale.
-        counter: (1,) int32 with dynamic scheduling; 0 before and after a launch.
+        counter: (1,) int32 with dynamic scheduling. It is 0 before and after a launch.
     """
 
     a: Any

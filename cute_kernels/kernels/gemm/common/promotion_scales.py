@@ -15,7 +15,7 @@ def scale_at(scales: cute.Tensor, row: Int32, block: Int32, group: Int32 | None)
         scales: (rows or squares, blocks along K, groups) fp32.
         row: Row or square.
         block: Block along K.
-        group: Group; None for a tensor that has all groups in its rows.
+        group: Group. None for a tensor that has all groups in its rows.
     """
     group = Int32(0) if group is None else cutlass.min(group, scales.shape[2] - 1)
     row, block = (cutlass.min(x, n - 1) for x, n in zip((row, block), scales.shape, strict=False))

@@ -21,7 +21,7 @@ from .output_store import EpilogueTensors
 
 
 class QuantizedRows:
-    """Quantizes rows of a tile that threads hold in vectors."""
+    """Quantizer of the rows of a tile that threads hold in vectors."""
 
     def __init__(self, config: GemmConfig, tensors: EpilogueTensors):
         self.config = config
@@ -86,7 +86,7 @@ class QuantizedRows:
     ) -> None:
         """Store words of codes as ``store_if`` does.
 
-        It stores all of them at once if all exist and are aligned, which the pitch of rows decides.
+        It stores all of them at once if all exist and the pitch of rows aligns them.
         """
         (num_rows, row), (num_cols, col), at_once = rows, cols, min(4, self.codec.code_words)
         is_whole = ((address & Int64(4 * len(words) - 1)) == 0) & (

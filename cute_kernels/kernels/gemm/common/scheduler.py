@@ -85,7 +85,7 @@ class TileReader:
 
     @cute.jit
     def next(self, state: Any, keeps: bool = False) -> tuple[WorkTile, Any]:
-        """Wait for the record at ``state``; return it and the next state.
+        """Wait for the record at ``state`` and return it and the next state.
 
         The place of the record is freed, unless ``keeps`` is set.
         """
@@ -117,7 +117,7 @@ class TileScheduler:
     Attributes:
         config: Configuration of the kernel.
         ring: Pipeline of the records.
-        buffer: (stages * 8,) int32 in shared memory, and behind it one word with a tile number that
+        buffer: (stages * 8,) int32 in shared memory, followed by one word for the tile number that
             CTAs pass on.
         offs: (G,) int32. End rows.
         extents: Sizes of the product.
@@ -162,7 +162,7 @@ class TileScheduler:
 
     @cute.jit
     def put(self, state: Any, tile: WorkTile) -> Any:
-        """Hand a record to the other warps at ``state``; return the next state."""
+        """Hand a record to the other warps at ``state`` and return the next state."""
         self.ring.producer_acquire(state)
         with cute.arch.elect_one():
             halves = _record(self.buffer, state.index)
@@ -260,7 +260,7 @@ class TileScheduler:
 
     @cute.jit
     def walk_ragged(self, state: Any) -> Any:
-        """Put every ``num_clusters``-th tile of an m_grouped product; return the next state."""
+        """Put every ``num_clusters``-th tile of an m_grouped product and return the next state."""
         col_tiles, k_blocks = self.extents_in_tiles()
         first_group = Int32(0)
         if const_expr(self.config.handled_rows.min_rows > 0):
@@ -321,7 +321,7 @@ class TileScheduler:
 
     @cute.jit
     def walk_dynamic(self, state: Any) -> Any:
-        """Put tiles of groups of one and of several row tiles in proportion; return the next state.
+        """Mix tiles of groups with one and with several row tiles, and return the next state.
 
         The first tile of a cluster has its number. The number of each later one comes from the
         counter.
@@ -424,7 +424,7 @@ class TileScheduler:
 
     @cute.jit
     def walk_uniform(self, state: Any) -> Any:
-        """Put the tiles of a k_grouped product; return the next state."""
+        """Put the tiles of a k_grouped product and return the next state."""
         tiles_m = (self.extents.m + (self.tile.rows - 1)) // self.tile.rows
         tiles_n = (self.extents.n + (self.tile.cols - 1)) // self.tile.cols
         tiles = tiles_m * tiles_n

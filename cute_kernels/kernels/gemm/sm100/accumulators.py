@@ -34,7 +34,7 @@ class AccReader:
         acc_pipeline: pipeline.PipelineUmmaAsync,
         is_partial: bool = False,
     ):
-        #: Accumulator in which this warp has put the promoted sums; None if it reads the MMA's.
+        #: Accumulator in which this warp has put the promoted sums, or None if it reads the MMA's.
         self.promoted_stage = config.num_acc_stage if config.promotes and not is_partial else None
         self.overlap = config.acc_overlap
         self.columns = columns

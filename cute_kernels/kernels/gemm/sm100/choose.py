@@ -39,3 +39,11 @@ def _preferences(config: Sm100GemmConfig, tile: Sm100Tile) -> Iterator[Rule]:
         tile,
         "tiles whose operands can be swapped multiply fewer empty rows",
     )
+
+
+def prefers_activation(config: Sm100GemmConfig, num_rows: int, before_quantizer: bool) -> bool:
+    """Return True: the epilogue of a product applies the activation wherever it can.
+
+    The arguments are those of ``sm90.choose.prefers_activation``.
+    """
+    return True

@@ -64,7 +64,7 @@ def codes_sources(
 def decoded_squares(
     config: Sm100GemmConfig, scales: tuple[cute.Tensor | None, cute.Tensor | None]
 ) -> tuple[cute.Tensor | None, ...]:
-    """Return the scales of squares of operands M and N that are decoded; None without."""
+    """Return the scales of squares of operands M and N that are decoded, if any."""
     decoded = {codes.side for codes in config.codes if codes.kind.has_squares}
     sides = zip(_SIDES, scales, strict=True)
     return tuple(squares_view(x) if side in decoded else None for side, x in sides)

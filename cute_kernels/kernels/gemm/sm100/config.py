@@ -91,7 +91,7 @@ class DecodedOperand:
         side: "m" or "n".
         kind: Kind of the operand.
         rows: Rows of the operand in a tile.
-        interleaves_halves: Its rows belong to both halves in turn.
+        interleaves_halves: True if its rows belong to the two halves alternately.
     """
 
     side: str
@@ -342,7 +342,7 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def codes_stage_bytes(self) -> int:
-        """Shared memory of a stage of codes and their block scales; 0 if none are decoded."""
+        """Shared memory of a stage of codes and their block scales, or 0 if none are decoded."""
         return sum(codes.stage_bytes for codes in self.codes)
 
     @property
@@ -413,11 +413,11 @@ class ScaleTilesConfig:
     It converts fp32 scales to E8M0 tiles, or permutes the tiles of B.
 
     Attributes:
-        a_squares: Scales of A belong to squares.
-        b_squares: Scales of B belong to squares.
-        is_b_uniform: B has a matrix of scales per group.
-        interleaves_halves: Row 2 i + h of tiles of B is row i of half h.
-        has_tiles: The scales are tiles already, and only those of B change.
+        a_squares: True if scales of A belong to squares.
+        b_squares: True if scales of B belong to squares.
+        is_b_uniform: True if B has a matrix of scales per group.
+        interleaves_halves: True if row 2 i + h of tiles of B is row i of half h.
+        has_tiles: True if the scales are tiles already, and only those of B change.
     """
 
     a_squares: bool
@@ -430,7 +430,7 @@ class ScaleTilesConfig:
 
     @classmethod
     def for_gemm(cls, config: Sm100GemmConfig) -> "ScaleTilesConfig | None":
-        """Return the configuration for the scales of a GEMM; None if they stay as they are."""
+        """Return the configuration for the scales of a GEMM, or None if they stay as they are."""
         if not (config.reads_scale_tiles or config.interleaves_scales):
             return None
         squares = config.kind.has_squares, config.b_kind.has_squares

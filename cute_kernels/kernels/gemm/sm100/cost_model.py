@@ -17,7 +17,7 @@ from .config import Sm100GemmConfig
 _FP4_MACS_PER_CYCLE = 16384
 #: Bytes that one SM loads from L2 in a cycle.
 _LOAD_BYTES_PER_CYCLE = 64
-#: Elements that one SM decodes in a cycle: 128 threads' instructions, three an element.
+#: Elements that one SM decodes in a cycle: 128 threads' instructions, three per element.
 _DECODED_PER_CYCLE = 43
 #: Cycles before the first MMA of a tile's pipeline and after the last: TMA latency and epilogue.
 _FILL_CYCLES = 2000

@@ -32,7 +32,7 @@ _CHUNK_BYTES, _ROW_BYTES = 16, 128
 class _LaneDecoder:
     """Decoder of a lane's row of one operand.
 
-    ``squares`` are scales (blocks along rows, blocks along K, G or 1); None without.
+    ``squares`` are scales (blocks along rows, blocks along K, G or 1), if any.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class _LaneDecoder:
 
     @cute.jit
     def square(self, tile: WorkTile, index: Int32, count: Int32) -> Float32:
-        """Return the scale of the square in stage ``index`` of a tile's codes; 1 without."""
+        """Return the scale of the square in stage ``index`` of a tile's codes. 1 if absent."""
         scale = Float32(1.0)
         if const_expr(self.squares is not None):
             row, half_offset = self.first_row(tile) + self.row, Int32(0)
@@ -114,7 +114,7 @@ class _LaneDecoder:
                 store_shared(target_address, values[4 * j : 4 * j + 4])
 
     def scales(self, codes_stage: Int32, half: int, tile: WorkTile) -> Any:
-        """Return the word of this lane's block scales of half a stage; None without.
+        """Return the word of this lane's block scales of half a stage, if any.
 
         If scales are bytes, those of the warp's first chunk are in the lowest bytes.
         """

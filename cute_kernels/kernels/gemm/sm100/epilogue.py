@@ -127,7 +127,7 @@ class Epilogue:
 
     @cute.jit
     def finish(self, tile: WorkTile, acc_state: pipeline.PipelineState, stage: Int32) -> Int32:
-        """Rescale and store a tile; return the number of the next staged block."""
+        """Rescale and store a tile, and return the number of the next staged block."""
         warp_row = self.cta_row + self.warp * WARP_SIZE
         row = tile.m_row + warp_row + self.lane
         rows_left, is_whole = self.tensors.out.shape[1] - row, Boolean(True)
@@ -212,7 +212,7 @@ class Epilogue:
         global_scale, word = self.quantized.global_scale(tile.group), Uint32(0)
         row_in_tile = row - tile.m_row
         slot = tile.m_sf_row + row_in_tile
-        # More than 0 where the group has rows of the slot's tile.
+        # Positive if the slot's tile has rows of the group.
         in_slots = tile.rows - row_in_tile // TILE_ROWS * TILE_ROWS
         at_once = max(1, self.quantized.block // columns)
         for first_block in cutlass.range(0, num_blocks, at_once, unroll=1):
@@ -234,7 +234,8 @@ class Epilogue:
             else:
                 for step in range_constexpr(at_once):
                     self.acc.read(first_block + step, num_blocks, acc_state)
-            # Iterations that give a word of scales: one per block, or four bytes.
+            # Number of iterations that fill a word of scales: one fp32 scale, or the bytes of four
+            # blocks.
             per_word = max(1, self.quantized.word_columns // columns // at_once)
             position = starts[0] // columns % per_word
             word = word | (scales << (position * (32 // per_word)))

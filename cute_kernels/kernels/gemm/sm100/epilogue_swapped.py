@@ -38,7 +38,7 @@ class SwappedEpilogue:
         config: Configuration of the kernel.
         tensors: Tensors of the epilogue.
         staged: Blocks of all warps in shared memory.
-        block_store: TMA store of the blocks; None if none leave by TMA. Then a warp has one block,
+        block_store: TMA store of the blocks. None if none leave by TMA. Then a warp has one block,
             otherwise it uses two in turn.
         acc: Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
         cta_row: First row of operand M of this CTA in the tile.
@@ -150,7 +150,7 @@ class SwappedEpilogue:
 
     @cute.jit
     def load_biases(self, group: Int32, col: Int32) -> cute.Tensor | None:
-        """Return the biases of this thread's columns; None without a bias."""
+        """Return the biases of this thread's columns, or None without a bias."""
         bias = self.tensors.bias
         if const_expr(bias is None):
             return None

@@ -74,7 +74,7 @@ class EpilogueWarps:
 
     @cute.jit
     def store_zeros(self, tile: WorkTile) -> None:
-        """Store zeros for this CTA's rows of a tile; they are exact, whatever the factors are."""
+        """Store zeros for this CTA's rows of a tile. They do not depend on the factors."""
         out, config = self.tensors.out, self.config
         z = self.tensors.z
         row, col, rows = tile.m_row, tile.n_row, tile.rows

@@ -65,11 +65,11 @@ from .warp_schedule import NamedBarrierId, WarpSchedule
 
 
 class Sources(NamedTuple):
-    """TMA sources, or their atoms or coordinates alone, of each tensor that TMA reads.
+    """TMA sources of each tensor that TMA reads, or only their atoms or coordinates.
 
     Attributes:
         m: Elements of operand M. None if they are decoded or gathered.
-        n: Elements of operand N, likewise.
+        n: Elements of operand N, in the same form.
         m_scales: Block scales of operand M, or None. All later fields may be None, too.
         n_scales: Block scales of operand N.
         partial_m_scales: Block scales of operand M of partial tiles with swapped operands.
@@ -97,7 +97,7 @@ class Sources(NamedTuple):
 
 
 class Stores(NamedTuple):
-    """TMA stores of the output, or their atoms or coordinates alone; None where there are none.
+    """TMA stores of the output, or only their atoms or coordinates. Absent ones are None.
 
     Attributes:
         direct: Tiles whose operands are not swapped.
@@ -130,8 +130,8 @@ class ScaleTensors(NamedTuple):
     """fp32 block scales that warps read without TMA.
 
     Attributes:
-        promoted: Scales of operands M and N whose sums are promoted; None without.
-        squares: Scales of squares of operands M and N that are decoded; None without.
+        promoted: Scales of operands M and N whose sums are promoted. None if absent.
+        squares: Scales of squares of operands M and N that are decoded. None if absent.
     """
 
     promoted: tuple[cute.Tensor, cute.Tensor] | None
@@ -139,7 +139,7 @@ class ScaleTensors(NamedTuple):
 
 
 class Sm100Gemm:
-    """Grouped GEMM of one configuration, see the module."""
+    """Grouped GEMM of one configuration. See the module's docstring."""
 
     def __init__(self, config: Sm100GemmConfig):
         self.config = config
@@ -154,10 +154,10 @@ class Sm100Gemm:
     def __call__(self, *args: Any) -> None:
         """Launch the kernel with ``GemmArguments`` and a stream.
 
-        A quantized A is codes (T, K), packed if several share a byte. In a k_grouped product of P
-        slots it is (M, P), or (P, M) for untransposed copies. B is (G, N, >= K), or (G, K, N) with
-        ``transpose_b``, or (N, P) or (P, N). Tiles of block scales are ([G,] row tiles, tiles along
-        K or P, 512) uint8.
+        A quantized A consists of codes (T, K), packed if several share a byte. In a k_grouped
+        product of P slots it is (M, P), or (P, M) for untransposed copies. B is (G, N, >= K), or
+        (G, K, N) with ``transpose_b``, or (N, P) or (P, N). Tiles of block scales are ([G,] row
+        tiles, tiles along K or P, 512) uint8.
 
         Rows of ``a``, ``b`` and ``out`` may have any pitch that is a multiple of 16 bytes.
         """

@@ -164,10 +164,10 @@ class SwappedPartial(NamedTuple):
     block scales of its own rows of operand M and of all rows of operand N, so these change places.
 
     Attributes:
-        boxes: Boxes of elements of A; None if they are gathered.
+        boxes: Boxes of elements of A. None if they are gathered.
         cta: Number of this CTA in the pair.
-        m_scales: Block scales of operand M; None without.
-        n_scales: Block scales of operand N; None without.
+        m_scales: Block scales of operand M. None if absent.
+        n_scales: Block scales of operand N. None if absent.
     """
 
     boxes: RowBoxes | None
@@ -193,7 +193,7 @@ class SwappingLoadWarp(LoadWarp):
 
     @cute.jit
     def fill(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
-        """Load the stages of one tile, partial or not; return the next state."""
+        """Load the stages of one tile, partial or not and return the next state."""
         if tile.rows >= self.config.tile.rows:
             ab_state = self.load(tile, ab_state)
         else:

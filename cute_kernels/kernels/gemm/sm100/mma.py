@@ -76,8 +76,8 @@ class StageMma:
             umma.ElementStages.describe, config.multiplied, stages, config.mn_major
         )
         self.tmem = Int32(tmem.toint())
-        #: Columns from the first accumulator in tensor memory to the second; block scales are
-        #: behind both.
+        #: Columns from the first accumulator in tensor memory to the second. Block scales follow
+        #: both.
         self.acc_stride = config.tile.n - config.acc_overlap
         scale_column = self.acc_stride + config.tile.n
         columns = (scale_column, scale_column + config.sf_columns[0])
@@ -121,7 +121,7 @@ class StageMma:
 
     @cute.jit
     def multiply(self, tile: _StartedTile, stage: Int32, k_tile: Int32, blocks_left: Int32) -> None:
-        """Add a stage, the tile's ``k_tile``-th, with ``blocks_left`` K blocks to go.
+        """Add the product of stage ``k_tile`` of a tile, which has ``blocks_left`` K blocks left.
 
         The first stage overwrites the accumulator.
         """
@@ -153,7 +153,7 @@ class StageMma:
                 column + k_scale_tile * x.tiles * _TILE_COLUMNS
                 for column, x in zip(tile.scales, self.scales, strict=True)
             )
-        # The first instruction of a tile overwrites; those behind the tile's last do nothing.
+        # The first instruction of a tile overwrites. Instructions past the tile's last do nothing.
         flags = {"more_than": (blocks_left, k_block)} if k_block else {"accumulate": k_tile}
         umma.multiply(
             self.config.mma_kind,
@@ -167,7 +167,7 @@ class StageMma:
 
 
 class MmaWarp:
-    """The MMA warp; in a pair of CTAs only that of the leading one issues."""
+    """The MMA warp. In a pair of CTAs only the warp of the leading CTA issues instructions."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class MmaWarp:
 
     @cute.jit
     def multiply_promoted(self, tile: WorkTile, ab_state: Any, acc_state: Any) -> Any:
-        """Multiply each stage of a tile into an accumulator of its own; return the next states."""
+        """Multiply each stage of a tile into its own accumulator, and return the next states."""
         for k_tile in cutlass.range(self.k_tiles(tile), unroll=1):
             self.acc_pipeline.producer_acquire(acc_state)
             started = self.mma.start(tile, acc_state.index)
@@ -236,7 +236,7 @@ class MmaWarp:
     ) -> Any:
         """Wait for a stage, multiply it and free it; return the next state."""
         self.ab_pipeline.consumer_wait(state)
-        # Elements behind the last K block belong to another group or to no group.
+        # Elements after the last K block belong to another group or to no group.
         self.mma.multiply(started, state.index, accumulate, tile.k_blocks - k_tile * K_BLOCKS)
         self.ab_pipeline.consumer_release(state)
         state.advance()

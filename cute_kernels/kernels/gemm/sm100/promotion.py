@@ -28,13 +28,13 @@ _VECTOR = 4
 
 
 class Promoter:
-    """Promotes the partial sums of the 32 rows of a warp.
+    """Promotion of the partial sums of the 32 rows of a warp.
 
     Args:
         config: Configuration of the kernel.
         scales: Scales of operands M and N, (rows or squares, blocks along K, groups) fp32.
         acc: Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE), the sums' last.
-        staged: Shared memory for scales of columns. None without.
+        staged: Shared memory for scales of columns. None if absent.
         cta_row: First row of this CTA in the tile.
         acc_pipeline: Pipeline of the accumulators.
     """
@@ -70,7 +70,7 @@ class Promoter:
         self.m_is_first = self.has_rows and not (config.tile.swap_ab and self.has_columns)
 
     def groups(self, tile: WorkTile) -> tuple[Int32 | None, Int32 | None]:
-        """Return the groups of the scales of operands M and N; None if rows contain them."""
+        """Return the groups of the scales of operands M and N, or None if rows contain them."""
         if self.config.grouping == "k_grouped":
             return None, None
         return (tile.group, None) if self.config.tile.swap_ab else (None, tile.group)
@@ -89,7 +89,7 @@ class Promoter:
     def square(self, side: int, row: Int32) -> Int32:
         """Return the square of a row of B, operand M (side 0) or N (side 1).
 
-        A tile may have rows of both halves in turn.
+        The rows of a tile may alternate between two halves.
         """
         size = self.config.kind.sf_vec_size
         if not self.config.interleaves_halves:
@@ -99,7 +99,7 @@ class Promoter:
     def column_scales(self, tile: WorkTile, block: Int32) -> list[Float32]:
         """Return this lane's share of the scales of columns in a block of K.
 
-        If all columns share a scale, it is that scale; if they belong to two halves in turn, it is
+        If all columns share a scale, it is that scale; if they alternate between two halves, it is
         both.
         """
         scales, group = self.scales[1], self.groups(tile)[1]
@@ -115,7 +115,7 @@ class Promoter:
 
     @cute.jit
     def run(self, tile: WorkTile, state: pipeline.PipelineState) -> pipeline.PipelineState:
-        """Promote the partial sums of a tile; return the next state."""
+        """Promote the partial sums of a tile and return the next state."""
         k_tiles = tile.k_tiles(self.config)
         block = tile.k_start // self.config.mma_tiler_mnk[2]
         live = Int32(self.columns)

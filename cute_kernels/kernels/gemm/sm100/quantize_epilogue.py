@@ -22,7 +22,7 @@ _MOST_WORDS, _SWAPPED_COLUMNS = 8, 128
 
 
 class ThreadRows(QuantizedRows):
-    """Quantizes rows of a tile. Each thread has some columns of every row."""
+    """Quantizer of the rows of a tile. Each thread has some columns of every row."""
 
     def store_codes(self, codes: list[Uint32], row: Int32, col: Int32, rows_left: Int32) -> None:
         """Store codes of columns that exist, if the row does: ``rows_left`` is more than 0."""
@@ -62,7 +62,7 @@ class ThreadRows(QuantizedRows):
 
 
 class StagedRows(ThreadRows):
-    """Quantizes rows of tiles with swapped operands.
+    """Quantizer of the rows of tiles with swapped operands.
 
     A lane has a row of 32 columns of the product, which are a block or less.
 

@@ -30,7 +30,7 @@ _FOUR = 0x01010101
 
 
 class ScaleTilesKernel:
-    """The pass of one configuration, see the module."""
+    """The pass of one configuration. See the module's docstring."""
 
     def __init__(self, config: ScaleTilesConfig):
         self.config = config

@@ -170,7 +170,7 @@ class Barriers(NamedTuple):
         tmem: Address of tensor memory.
         tmem_free: Barrier at which a CTA pair meets before tensor memory is freed.
         tiles: Tile records.
-        codes: Barriers of the stages of codes. None without.
+        codes: Barriers of the stages of codes. None if absent.
     """
 
     ab: cute.Pointer

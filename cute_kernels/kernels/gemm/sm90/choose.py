@@ -26,7 +26,7 @@ def prefers(config: Sm90GemmConfig, tile: Sm90Tile) -> Support:
 
 
 def _preferences(config: Sm90GemmConfig, tile: Sm90Tile) -> Iterator[Rule]:
-    """Yield what a legal tile is preferred for; each comment has the measurement."""
+    """Yield what a legal tile is preferred for. Each comment has the measurement."""
     yield Rule(
         config.gathered or (tile.m, tile.n, tile.num_ctas) != (256, 128, 1),
         "num_ctas",

@@ -73,14 +73,14 @@ _SMEM_RESERVED = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Sm90Tile(TileShape):
-    """Tile that a CTA works on at a time; ``m`` and ``n`` are those of one CTA.
+    """Tile that a CTA works on at a time. Its ``m`` and ``n`` are those of one CTA.
 
     Attributes:
         num_ctas: CTAs of a cluster. They have neighbouring tiles along M and the same one along N.
             Each loads a part of operand N for all of them.
         consumers: Warpgroups that share the tile along M.
-        row_fitted: Instructions are as wide as the group's rows in the tile, instead of N. Above
-            128 columns the rows of a group are divided evenly over its tiles.
+        row_fitted: True if instructions are as wide as the group's rows in the tile, instead of N.
+            Above 128 columns the rows of a group are divided evenly over its tiles.
     """
 
     consumers: int = 2
@@ -371,7 +371,7 @@ class Sm90GemmConfig(GemmConfig):
 
     @property
     def row_scales(self) -> tuple[int, int]:
-        """Number of scales of single rows of operands M and N in a stage; 0 without."""
+        """Number of scales of single rows of operands M and N in a stage, or 0 without them."""
         sides = ((self.m_kind, self.tile.m), (self.n_kind, self.tile.n))
         m, n = (
             max(rows, _MIN_SCALES) if kind.has_row_scales and not kind.has_squares else 0

@@ -22,7 +22,7 @@ class Product(NamedTuple):
         tiled_mma: MMA that adds to accumulators.
         n: Operand N, in fragments over shared memory.
         acc: Accumulators.
-        fresh: MMA that overwrites accumulators; None without promotion.
+        fresh: MMA that overwrites accumulators. None without promotion.
     """
 
     tiled_mma: cute.TiledMma
@@ -152,7 +152,7 @@ class Consumer:
 
     @cute.jit
     def multiply_tile(self, tile: WorkTile, state: Any) -> Any:
-        """Multiply all stages of a tile; return the next state."""
+        """Multiply all stages of a tile and return the next state."""
         if const_expr(self.config.promotes):
             state = self.multiply_promoted(tile, state)
         else:
@@ -161,7 +161,7 @@ class Consumer:
 
     @cute.jit
     def skip_tile(self, tile: WorkTile, state: Any) -> Any:
-        """Free all stages of a tile without multiplying; return the next state."""
+        """Free all stages of a tile without multiplying and return the next state."""
         for _ in cutlass.range(tile.k_tiles(self.config), unroll=1):
             self.ab_pipeline.consumer_wait(state)
             self.ab_pipeline.consumer_release(state)
@@ -221,7 +221,7 @@ class Consumer:
 
     @cute.jit
     def multiply(self, tile: WorkTile, state: Any, product: Product) -> Any:
-        """Multiply all stages of a tile into the accumulators; return the next state."""
+        """Multiply all stages of a tile into the accumulators and return the next state."""
         k_tiles = tile.k_tiles(self.config)
         if k_tiles > 0:
             # The state of the stage whose products are complete, one behind the current stage.

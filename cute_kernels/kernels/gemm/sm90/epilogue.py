@@ -59,7 +59,7 @@ def _store_matrices(address: Int32, words: list[Uint32], transpose: bool) -> Non
 
 
 class PingPong:
-    """Lets two consumer warpgroups through their epilogues in turn, the first one first.
+    """Barriers that let two consumer warpgroups alternate in their epilogues.
 
     From then on they are half an epilogue or more apart: while one stores, the other multiplies.
     """
@@ -133,7 +133,7 @@ class Epilogue:
         size = config.num_store_stage * config.block_bytes
         self.blocks = blocks.iterator.toint() + group * size
         if const_expr(factors is not None):
-            #: Factors of this warpgroup. Amaxes of rows are behind the factors of all warpgroups.
+            #: Factors of this warpgroup. Amaxes of rows follow the factors of all warpgroups.
             self.factors = factors.iterator.toint() + group * (config.tile.n * 4)
             self.amaxes = factors.iterator.toint() + config.row_factors * 4
         #: Elements of a vector, and vectors of a block.
@@ -307,7 +307,7 @@ class Epilogue:
 
     @cute.jit
     def load_bias(self, tile: WorkTile, repeat: int) -> cute.Tensor | None:
-        """Return the bias of the thread's two rows of operand M; 0 for tiles without products.
+        """Return the bias of the thread's two rows of operand M, or 0 for tiles without products.
 
         None without a bias, and if it belongs to columns of operand N.
         """

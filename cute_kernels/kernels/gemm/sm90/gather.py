@@ -40,7 +40,7 @@ class Gathered(NamedTuple):
 
 
 class GatherWarp:
-    """One of the gather warps, which take rows in turn."""
+    """One of the gather warps, which share the rows of a stage."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class GatherWarp:
 
     @cute.jit
     def fill(self, tile: WorkTile, state: Any) -> Any:
-        """Fill the stages of one tile; return the next state."""
+        """Fill the stages of one tile and return the next state."""
         config = self.config
         first_row, rows_left, column = tile.n_row, tile.rows, Int32(0)
         if const_expr(self.along_k):

@@ -57,8 +57,8 @@ class Sources(NamedTuple):
     Attributes:
         m: Elements or codes of operand M.
         n: Elements of operand N. None if they are gathered.
-        m_scales: Block scales of operand M, of tiles or of single rows. None without.
-        n_scales: Block scales of operand N, of single rows. None without.
+        m_scales: Block scales of operand M, of tiles or of single rows. None if absent.
+        n_scales: Block scales of operand N, of single rows. None if absent.
         out: The output. None if TMA does not store it.
     """
 
@@ -70,7 +70,7 @@ class Sources(NamedTuple):
 
 
 class Sm90Gemm:
-    """Grouped GEMM of one configuration, see the module."""
+    """Grouped GEMM of one configuration. See the module's docstring."""
 
     def __init__(self, config: Sm90GemmConfig):
         self.config = config
@@ -206,7 +206,7 @@ class Sm90Gemm:
             tensors: Coordinates of the sources and the output.
             squares: fp32 scales of squares of operands M and N. None without.
             epilogue_tensors: Tensors of the epilogue.
-            gathered: Rows that are gathered. None without.
+            gathered: Rows that are gathered. None if absent.
             offs: (G,) int32. End rows.
             extents: Sizes of the product.
             counter: (1,) int32 with dynamic scheduling. Otherwise None.

@@ -47,7 +47,7 @@ class StageScales(NamedTuple):
 
     Attributes:
         m: Scales of its two rows of operand M.
-        n: Scales of operand N's squares; None if columns have scales of their own.
+        n: Scales of operand N's squares. None if columns have scales of their own.
     """
 
     m: tuple[Any, Any]
@@ -55,7 +55,7 @@ class StageScales(NamedTuple):
 
 
 class Promoter:
-    """Promotes the partial sums of one warpgroup, 64 rows of operand M by ``partial_n`` columns.
+    """Promotion of one warpgroup's partial sums, 64 rows of operand M by ``partial_n`` columns.
 
     A thread has rows r and r + 8 of the 16 of a warp, and columns 8 j + 2 q and the next one, for
     its number q in a quad.
@@ -64,7 +64,7 @@ class Promoter:
         config: Configuration of the kernel.
         stages: Stages in shared memory.
         squares: Scales of squares of operands M and N, (blocks along rows, blocks along K, groups)
-            fp32; None each without.
+            fp32. None if absent.
         cta: Number of this CTA in the cluster.
     """
 
@@ -88,7 +88,7 @@ class Promoter:
             self.m_rows = stages.m_scales.iterator.toint() + row * 4
         if stages.n_scales is not None:
             self.n_rows = stages.n_scales.iterator.toint() + lane % 4 * 8
-        #: Half of B to which the thread's rows belong, if operand M has them in turn.
+        #: Half of B to which the rows of the thread belong, if operand M alternates between halves.
         self.half = lane // 4 % 2
         self.num_squares = int(self.m_squares is not None)
         if self.n_squares is not None:
@@ -166,7 +166,7 @@ class Promoter:
             partial: Partial sums.
             index: Number of the group of ``partial_n`` columns.
             stage: The stage.
-            scales: Scales of the stage; None without.
+            scales: Scales of the stage. None if absent.
             columns: Result of ``first_columns``.
         """
         size, eights = cute.size(partial), self.config.partial_n // 8

@@ -2,7 +2,7 @@
 
 A tile has 256 columns of the product. Either a consumer warpgroup staged them for the warpgroup
 that stores, in rows of 64, or four warpgroups have 64 columns each. Warpgroups that share a block
-tell each other their amaxes.
+exchange their amaxes.
 """
 
 import functools

@@ -67,7 +67,7 @@ class Layouts:
             rows = config.row_scales
             self.tilers = Stages(m_tiler, n_tiler, *((r, 1) if r else None for r in rows))
             self.stages = Stages(m, n, *(self._scales(r) if r else None for r in rows))
-        #: Blocks of output, of one warp each, that TMA stores; None if it stores none.
+        #: Blocks of output, of one warp each, that TMA stores, or None if it stores none.
         self.out = None
         if config.stores_by_tma:
             rows, cols = config.block_shape
@@ -115,8 +115,9 @@ class Barriers(NamedTuple):
         sched: Barriers of the tile records.
         tiles: Tile records.
         blocks: Blocks that the epilogue stages, bytes or ``Layouts.out``.
-        factors: fp32 factors of a tile's rows for each warpgroup, or amaxes of rows. None without.
-        numbers: Barriers of the tile numbers that a cluster's first CTA passes on. None without.
+        factors: fp32 factors of a tile's rows for each warpgroup, or amaxes of rows. None if
+            absent.
+        numbers: Barriers of the tile numbers that a cluster's first CTA passes on. None if absent.
     """
 
     ab: cute.Pointer

@@ -31,7 +31,7 @@ class WarpSchedule:
 
     Attributes:
         consumers: Warpgroups that multiply.
-        has_store_warpgroup: Another warpgroup stores, the last one.
+        has_store_warpgroup: True if another warpgroup stores, the last one.
         gather_warps: Warps that read rows of an operand by an index; four are a warpgroup of their
             own.
     """

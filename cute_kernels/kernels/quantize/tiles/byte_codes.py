@@ -15,7 +15,7 @@ from .team import CopyBuffers, Team
 
 
 class ByteTiles:
-    """Converts tiles to 8-bit codes."""
+    """Converter of tiles to 8-bit codes."""
 
     def __init__(self, config: TileConfig, codec: ByteCodec, geometry: TileGeometry, team: Team):
         self.config = config

@@ -36,7 +36,7 @@ _NEXT_ROW = BOX_BYTES + 16
 
 
 class ByteColumnConverter:
-    """Converts columns of tiles in shared memory, a quarter of a tile per warp."""
+    """Converter of the columns of tiles in shared memory, a quarter of a tile per warp."""
 
     def __init__(
         self,

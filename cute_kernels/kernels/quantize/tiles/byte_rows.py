@@ -47,7 +47,7 @@ class LaneRows(NamedTuple):
         live_rows: Rows of the tile from the first row on.
         target: Global address for the codes of its first row.
         pitch: Bytes from one row of codes to the next.
-        is_wide: All columns of the lane exist, and one store takes their codes.
+        is_wide: True if all columns of the lane exist, and one store takes their codes.
         remaining: Columns from the lane's first column to K.
     """
 
@@ -62,7 +62,7 @@ class LaneRows(NamedTuple):
 
 
 class ByteRowConverter:
-    """Converts rows of tiles in shared memory.
+    """Converter of the rows of tiles in shared memory.
 
     A warp has eight rows of each quarter of the tile, several at a time. Eight lanes at a time read
     16-byte chunks that touch all banks: those of ``near`` mates, lanes that share a row, in
@@ -149,7 +149,7 @@ class ByteRowConverter:
             is_wide=remaining >= self.width and pitch % self.width == 0,
             remaining=remaining,
         )
-        # Quarters in which a row of the warp's exists.
+        # Number of quarters that have a row of this warp.
         quarters = (tile.num_rows - warp_in_team * _EIGHT + (_QUARTER - 1)) >> 5
         if const_expr(self.is_unrolled):
             for q in range_constexpr(_QUARTERS):
@@ -182,7 +182,7 @@ class ByteRowConverter:
         addresses: TileAddresses,
         running_absmax: Uint32,
     ) -> Uint32:
-        """Convert the warp's eight rows of quarter ``q``; return ``running_absmax``."""
+        """Convert the warp's eight rows of quarter ``q`` and return ``running_absmax``."""
         for eight_offset in range_constexpr(0, _EIGHT, self.rows_at_once):
             row_offset = q * _QUARTER + eight_offset
             # The rows of one lane also differ in a bit of the swizzle.

@@ -51,7 +51,7 @@ class LanePosition(NamedTuple):
 
 
 class ColumnConverter:
-    """Converts the columns of tiles in shared memory, a quarter of a tile per warp.
+    """Converter of the columns of tiles in shared memory, a quarter of a tile per warp.
 
     On sm_100a a lane has columns of half the tile's rows and stores their codes, 32 bytes of NVFP4,
     at once. sm_90a stores at most 16 bytes. There four lanes share their columns (two lanes if

@@ -29,7 +29,7 @@ _EIGHT = 8
 
 
 class TileFiller:
-    """Computes the elements of tiles, see the module."""
+    """Loader that computes the elements of tiles. See the module's docstring."""
 
     def __init__(self, maker: Any, team: Team):
         self.maker, self.team = maker, team

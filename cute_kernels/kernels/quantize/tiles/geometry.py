@@ -47,7 +47,7 @@ class TileGeometry:
 
 
 class TileDescriptor(NamedTuple):
-    """Contents of a stage; the loader writes it and the team reads it.
+    """Contents of a stage. The loader writes it and the team reads it.
 
     Attributes:
         slot_tile: Slot tile.
@@ -55,8 +55,8 @@ class TileDescriptor(NamedTuple):
         first_row: Matrix row of the first row of the tile.
         num_rows: Rows that exist, at most 128; 0 ends the work.
         group: Group of the slot tile.
-        amax: Bits of the group's fp32 amax or given scale; 0 if groups have none. The loader reads
-            it ahead, because a team would wait for it at every tile.
+        amax: Bits of the group's fp32 amax or given scale. It is 0 if groups have none. The loader
+            reads it ahead, because a team would wait for it at every tile.
         column_amax: Bits of the columnwise copy's amax, if it has its own.
     """
 

@@ -65,7 +65,7 @@ _ROWS = WARP_SIZE // _LANES
 
 
 class GradientQuantizer(AmaxKernels):
-    """Persistent kernel that quantizes gradients, see the module."""
+    """Persistent kernel that quantizes gradients. See the module's docstring."""
 
     def __init__(self, config: GradientConfig):
         self.config, self.dtype, self.arch = config, config.dtype, config.arch
@@ -384,7 +384,7 @@ class GradientQuantizer(AmaxKernels):
     ) -> None:
         """Turn the rows of a stage in place into rows of the gradient and of p a.
 
-        Warps take rows from the counter behind the weights.
+        Warps take rows from the counter that follows the weights.
         """
         config, lane = self.config, cute.arch.lane_idx()
         unit, lane_row = lane % _LANES, lane // _LANES

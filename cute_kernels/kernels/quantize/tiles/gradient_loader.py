@@ -16,7 +16,7 @@ from cute_kernels.layout.slots import TILE_ROWS
 from .geometry import TILE_COLS, TileDescriptor, TileSharedMemory
 from .loader import TileLoader, Tma
 
-#: Bytes of the weights of a stage's rows; a counter of rows lies behind them.
+#: Bytes of the weights of a stage's rows. A counter of rows follows them.
 WEIGHTS_BYTES = TILE_ROWS * 4
 FACTORS_BYTES = WEIGHTS_BYTES + 16
 
@@ -112,7 +112,7 @@ class GradientLoader(TileLoader):
     def read_weights(
         self, inputs: GradientInputs, first_row: Int32, num_rows: Int32
     ) -> list[Uint32]:
-        """Return the weight of a lane's row in each 32 rows; 0 if the row has none."""
+        """Return the weight of a lane's row in each 32 rows, or 0 if the row has none."""
         loaded, pairs = [], inputs.weight.shape[0]
         for i in range(TILE_ROWS // WARP_SIZE):
             row = i * WARP_SIZE + cute.arch.lane_idx()
@@ -129,7 +129,7 @@ class GradientLoader(TileLoader):
 
     @cute.jit
     def store_weights(self, weights: list[Uint32], address: Int32) -> None:
-        """Write weights to shared memory, and reset the counter of rows behind them."""
+        """Write weights to shared memory, and reset the counter of rows that follows them."""
         for i, p in enumerate(weights):
             store_shared(address + (i * WARP_SIZE + cute.arch.lane_idx()) * 4, [p])
         with cute.arch.elect_one():
@@ -145,5 +145,5 @@ class GradientLoader(TileLoader):
 
     @cute.jit
     def announce(self, shared: TileSharedMemory, full: Int32) -> None:
-        """Arrive at the barrier of a stage; each lane arrives for its weights."""
+        """Arrive at the barrier of a stage. Each lane arrives for its weights."""
         cute.arch.mbarrier_arrive(shared.full + full)  # each lane, for its weights

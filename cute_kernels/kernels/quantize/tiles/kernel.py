@@ -78,7 +78,7 @@ _FACTORS_BYTES = 4 * 128
 
 
 class TileQuantizer(ChunkAmaxKernels):
-    """Persistent kernel that quantizes tiles, see the module."""
+    """Persistent kernel that quantizes tiles. See the module's docstring."""
 
     def __init__(self, config: TileConfig):
         self.config = config
@@ -107,7 +107,7 @@ class TileQuantizer(ChunkAmaxKernels):
         #: True if a team keeps the encode factors of its group's scales in shared memory.
         self.has_table = config.uses_group_amax and self.codec.table_size > 0
         self.factors_bytes = _FACTORS_BYTES * self.num_global_scales if self.has_table else 0
-        #: Columnwise scale tiles of a slot tile; 0 if scales do not go through shared memory.
+        #: Columnwise scale tiles of a slot tile, or 0 if scales do not go through shared memory.
         self.scale_tiles = 0
         if config.columnwise and config.fmt.has_scale_tiles:
             self.scale_tiles = scale_tiles(TILE_ROWS, self.codec.block)
@@ -267,13 +267,13 @@ class TileQuantizer(ChunkAmaxKernels):
         """Run a team: convert its tiles.
 
         Args:
-            x: (T, K) or (G, N, K). Input. Read here only if the team fills its tile.
+            x: (T, K) or (G, N, K). Input. It is read here only if the team fills its tile.
             index: (R,) int32. Rows of x, or None. For AdamW the tensors of the update.
             groups: Groups of the rows.
             cols: Columns of the elements, K.
             row_amax: (T,) fp32. Amax of each row. Optional.
             out: Buffers of the copies.
-            amax: (G,) fp32. Output, or None. Only if the caller gives the scales.
+            amax: (G,) fp32 output if the caller gives the scales, or None.
             marked_scale_inv: (G,) fp32 to set to NaN with an infinite amax. Optional.
             seeds: Random-number seeds of the rowwise and the columnwise copy, or None each.
             warp: Warp in the CTA.

@@ -61,7 +61,7 @@ class Tma(NamedTuple):
 
 
 class TileLoader:
-    """Finds tiles and loads them by TMA, see the module."""
+    """Loader that finds tiles and copies them by TMA. See the module's docstring."""
 
     #: Loader warps, and arrivals at the barrier of a tile besides its bytes.
     num_loaders, arrivals = 1, 1
@@ -251,7 +251,7 @@ class TileLoader:
 
     @cute.jit
     def next_barrier(self, full: Int32) -> Int32:
-        """Return the arrival barrier of the next tile; the barriers of each team alternate."""
+        """Return the arrival barrier of the next tile. The barriers of each team alternate."""
         full += 2 * self.num_loaders
         if full >= 2 * self.config.num_teams:
             full = full - 2 * self.config.num_teams ^ 1

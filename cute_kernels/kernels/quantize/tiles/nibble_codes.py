@@ -15,7 +15,7 @@ from .team import CopyBuffers, Team
 
 
 class NibbleTiles:
-    """Converts tiles to 4-bit codes."""
+    """Converter of tiles to 4-bit codes."""
 
     def __init__(self, config: TileConfig, codec: NibbleCodec, geometry: TileGeometry, team: Team):
         self.config = config

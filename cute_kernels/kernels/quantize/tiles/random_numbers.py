@@ -13,14 +13,14 @@ from .geometry import TILE_COLS, TileDescriptor
 
 @dataclasses.dataclass(frozen=True)
 class ColumnRandomNumbers:
-    """Random numbers for a lane's columns; a trace-time object.
+    """Random numbers for a lane's columns, as a trace-time object.
 
     The lane reads rows in swizzled order. Both copies of square blocks have the same codes: they
     use the random numbers of rows.
 
     Attributes:
         seed: Seed of the direction.
-        is_2d: The numbers are those of rows.
+        is_2d: True if the numbers are those of rows.
         origin: Number of the lane's first random block.
         step: Distance to the random block of the next 16 rows of the column, or of the next row.
         column: First column.

@@ -28,7 +28,7 @@ _SECTOR_WORDS = 8
 
 
 class RowConverter:
-    """Converts the rows of tiles in shared memory, ``geometry.unit`` columns at a time.
+    """Converter of the rows of tiles in shared memory, ``geometry.unit`` columns at a time.
 
     On sm_100a a lane has a row of the warp's and stores the codes of a unit's columns, 32 bytes of
     NVFP4, at once. sm_90a stores at most 16 bytes. There two lanes share two rows, each has half of
@@ -61,7 +61,7 @@ class RowConverter:
     def row_global_scale(
         self, row_amax: cute.Tensor, tile: TileDescriptor, row: Int32
     ) -> GlobalScaleRegisters:
-        """Return the global scale of a row; a row that does not exist has that of zeros."""
+        """Return the global scale of a row. A row that does not exist has that of zeros."""
         amax = Float32(0.0)
         if row < tile.num_rows:
             amax = row_amax[tile.first_row + row]

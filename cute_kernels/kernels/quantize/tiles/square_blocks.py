@@ -78,7 +78,7 @@ class SquareBlocks:
 
 
 class SquareScaleChooser:
-    """Searches the scales of 16x16 blocks; a lane has a row of the tile."""
+    """Search for the scales of 16x16 blocks. A lane has a row of the tile."""
 
     def __init__(self, config: TileConfig, codec: NibbleCodec, geometry: TileGeometry):
         self.codec = codec

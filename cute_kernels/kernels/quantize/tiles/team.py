@@ -14,7 +14,7 @@ from .geometry import BOX_BYTES, BOX_SIZE, TileGeometry
 
 
 class CopyBuffers(NamedTuple):
-    """Buffers of the copies that a kernel writes; None for each one that it does not write.
+    """Buffers of the copies that a kernel writes, or None for each one that it does not write.
 
     Attributes:
         codes: Rowwise codes, (T, K) or (G, N, K).

@@ -29,7 +29,7 @@ _VECTOR_BYTES = 16
 
 
 class ArrangeKernel(GridKernel):
-    """The pass of one configuration, see the module."""
+    """The pass of one configuration. See the module's docstring."""
 
     ctas_per_sm, num_threads = 8, WARP_SIZE * _ROWS
 
@@ -62,7 +62,7 @@ class ArrangeKernel(GridKernel):
 
         Args:
             x: (rows, K), fp16 or bf16; (tokens, K) if gathered.
-            index: (rows,) int32, the token of each row, if gathered; None otherwise. A row whose
+            index: (rows,) int32, the token of each row, if gathered. None otherwise. A row whose
                 index is out of range becomes zeros.
             offs: (G,) int32 end rows.
             out: (rows, padded K) of the dtype of ``x``, written.

@@ -9,8 +9,8 @@ class ExpandConfig:
     """One variant of the kernel that converts NVFP4 codes and block scales to fp16 values.
 
     Attributes:
-        is_ragged: Rows belong to ragged groups, with block scales in slots. Otherwise the number of
-            a row is its position among the block scales.
+        is_ragged: True if rows belong to ragged groups, with block scales in slots. Otherwise the
+            number of a row is its position among the block scales.
     """
 
     is_ragged: bool
@@ -24,7 +24,7 @@ class ArrangeConfig:
 
     Attributes:
         dtype: ``"bfloat16"`` or ``"float16"``.
-        gathered: Rows are read by an index.
+        gathered: True if rows are read by an index.
     """
 
     dtype: str

@@ -39,7 +39,7 @@ _TWO_TO_14 = 0x74007400
 
 
 class ExpandKernel(GridKernel):
-    """The expand pass of one configuration, see the module."""
+    """The expand pass of one configuration. See the module's docstring."""
 
     ctas_per_sm, num_threads = 8, WARP_SIZE * _ROWS
 
@@ -72,7 +72,7 @@ class ExpandKernel(GridKernel):
         Args:
             codes: (rows, K / 2) uint8.
             scales: (row tiles, K tiles, 512) uint8.
-            offs: (G,) int32 end rows if ragged; None otherwise.
+            offs: (G,) int32 end rows if ragged. None otherwise.
             out: (rows, padded K) fp16, written.
         """
         rows, width = codes.shape
