@@ -6,6 +6,7 @@ An architecture is ``"reference"`` (exact PyTorch, any device), ``"sm_90a"`` or 
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,6 +120,29 @@ class Support:
 
 
 _YES = Support(True)
+
+
+def add_support(fmt: type[Format], ops: Sequence[str], archs: Sequence[str]) -> None:
+    """Add rows to the support table, for a format that is defined outside of this package.
+
+    ``docs/develop/add_format.md`` lists what an op needs to run; ``examples/add_a_format.py`` adds
+    a format.
+
+    Args:
+        fmt: The record class, registered by ``formats.record``.
+        ops: Some of ``OPS``.
+        archs: Some of ``ARCHITECTURES``.
+
+    Raises:
+        ValueError: A name is unknown, or the class is not registered.
+    """
+    if RECORDS.get(fmt.name) is not fmt:
+        raise ValueError(f"{fmt.__name__} is not registered: decorate it with formats.record")
+    for kind, names, known in (("op", ops, OPS), ("arch", archs, ARCHITECTURES)):
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"{kind} must be one of {', '.join(known)}, got {unknown[0]!r}")
+    for op in ops:
+        _RUNS[op, fmt.name] = tuple(archs)
 
 
 def support(

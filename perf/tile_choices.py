@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 import grouped
 from cute_kernels import UnsupportedError
 from cute_kernels.kernels.gemm.common.config import GemmConfig
-from cute_kernels.ops.gemm.op import GroupedGemm
+from cute_kernels.ops.gemm.base_op import GroupedGemm
 from cute_kernels.runtime.backend import Backend
 from cute_kernels.runtime.replay import OPS_BY_OVERLOAD
 

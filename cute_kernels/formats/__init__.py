@@ -17,6 +17,7 @@ from .base import (
     Format,
     GlobalScale,
     parse,
+    record,
 )
 from .fp8 import FP8
 from .fp8_block import FP8Block
@@ -40,6 +41,7 @@ __all__ = [
     "GlobalScale",
     "UnsupportedError",
     "parse",
+    "record",
 ]
 
 __getattr__ = deprecated_attributes(__name__, {"SecondLevel": "cute_kernels.formats:GlobalScale"})

@@ -214,17 +214,14 @@ class SavedOperands(NamedTuple):
     def unflatten(cls, tensors: Sequence[Tensor | None]) -> SavedOperands:
         """Rebuild the record from the list that ``flatten`` returned."""
         amax_x, amax_weight, *parameters = tensors[6:]
-        x, weight = _optional_copy(*tensors[:3]), _optional_copy(*tensors[3:6])
+        x = None if tensors[0] is None else OperandCopy(*tensors[:3])  # type: ignore[arg-type]
+        weight = None if tensors[3] is None else OperandCopy(*tensors[3:6])  # type: ignore[arg-type]
         return cls(x, weight, parameters, amax_x, amax_weight)  # type: ignore[arg-type]
 
 
 #: The record of a call that saves nothing.
 NOTHING_SAVED = SavedOperands()
 _NO_COPY = (None, None, None)
-
-
-def _optional_copy(codes: Tensor | None, *scales: Tensor | None) -> OperandCopy | None:
-    return None if codes is None else OperandCopy(codes, *scales)
 
 
 class WgradOperands(NamedTuple):

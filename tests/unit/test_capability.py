@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_kernels import capability, support
-from cute_kernels.capability import ARCHITECTURES, OPS, markdown_table, require
+from cute_kernels.capability import ARCHITECTURES, OPS, add_support, markdown_table, require
 from cute_kernels.formats import FP8, MXFP8, NVFP4, RECORDS, FP8Block
 from tests.helpers import BF16, F32, contains_all
 
@@ -66,10 +66,10 @@ def no_mxfp8(monkeypatch):
     )
 
 
-def test_adding_a_row_adds_a_format(monkeypatch, no_mxfp8):
+def test_adding_support_adds_a_format(no_mxfp8):
     """Check that a new row of the table adds a format."""
     assert support("grouped_quantize", MXFP8(), "reference").reason == "MXFP8 is not built yet"
-    monkeypatch.setitem(capability._RUNS, ("grouped_quantize", "mxfp8"), ("reference", "sm_100a"))
+    add_support(MXFP8, ("grouped_quantize",), ("reference", "sm_100a"))
     assert support("grouped_quantize", MXFP8(), "reference")
     assert support("grouped_quantize", MXFP8(), "sm_100a")
     assert (
@@ -140,6 +140,19 @@ def test_a_class_stands_for_its_defaults():
 def test_unknown_names_raise(arguments, error, words):
     with pytest.raises(error, match=contains_all(*words)):
         support(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((MXFP8, ("gemm",), ARCHITECTURES), ["op", "'gemm'", "grouped_gemm"]),
+        ((MXFP8, OPS, ("sm_80",)), ["arch", "'sm_80'", "sm_90a"]),
+        ((type("Other", (MXFP8,), {}), OPS, ARCHITECTURES), ["Other", "not registered"]),
+    ],
+)
+def test_adding_support_checks_its_arguments(arguments, words, no_mxfp8):
+    with pytest.raises(ValueError, match=contains_all(*words)):
+        add_support(*arguments)
 
 
 def test_the_printed_table_agrees_with_support():

@@ -19,7 +19,8 @@ from ...runtime.allocator import Allocator
 from ...runtime.launch import Launcher
 from ..dequantize.op import GroupedDequantize
 from ..plan import Runner
-from .op import MGrouped, MGroupedGemm
+from .base_op import MGrouped
+from .op import MGroupedGemm
 
 
 def decodes_first(op: MGrouped, arch: str) -> bool:

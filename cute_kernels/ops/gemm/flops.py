@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ...layout.slots import TILE_ROWS
 from ..flops import register_flops
+from .base_op import GroupedGemm, MGrouped
 from .fused_op import MGroupedGemmActivate, MGroupedQuantizeGemm, MGroupedQuantizeGemmActivate
-from .op import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm
+from .op import KGroupedGemm, MGroupedGemm
 
 
 def _flop_counter(cls: type[GroupedGemm]) -> Callable[..., int]:

@@ -22,7 +22,8 @@ from ..activation_prologue import check_prologue, result_columns
 from ..checks import check_multiple, check_rows, check_tensor
 from ..quantize.op import GroupedQuantize
 from ..registration import register
-from .op import MGrouped, MGroupedGemm, parse_given
+from .base_op import MGrouped, parse_given
+from .op import MGroupedGemm
 
 
 @register

@@ -29,10 +29,11 @@ from ...runtime.plan_cache import clear_plan_cache
 from ..arguments import aligned, dense, dtype_name, readable
 from ..op import launched_by
 from ..plan import Runner
+from .base_op import GroupedGemm, MGrouped
 from .decoded import decodes_first, multiply_decoded
 from .fused_op import MGroupedQuantizeGemm
 from .gathered import gathers_first, multiply_gathered
-from .op import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm
+from .op import KGroupedGemm, MGroupedGemm
 from .operand_tensors import OperandFields, OperandTensors, Prepare
 from .operands_sm90 import sm90_operand_fields, sm90_preparation, values_config
 from .operands_sm100 import sm100_operand_fields, sm100_preparation

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...formats import Format
 from ...kernels.gemm.common.config import GemmConfig
 from ...kernels.gemm.common.operand_kinds import operand_of
-from .op import GroupedGemm
+from .base_op import GroupedGemm
 from .operand_tensors import Operands, OperandTensors, Prepare
 
 

@@ -17,7 +17,7 @@ from ...layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, ceil_div
 from ...runtime.allocator import Allocator
 from ...runtime.launch import Launcher
 from ..arguments import dtype_name
-from .op import GroupedGemm, MGrouped
+from .base_op import GroupedGemm, MGrouped
 from .operand_tensors import Operands, OperandTensors, Prepare
 from .operands import code_fields, transpose_squares
 

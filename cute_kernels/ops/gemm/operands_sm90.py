@@ -22,8 +22,8 @@ from ...runtime.allocator import Allocator
 from ...runtime.launch import Launcher
 from ..arguments import dtype_name, readable
 from ..quantize.launcher import choose_rows, quantized
+from .base_op import GroupedGemm
 from .fused_op import MGroupedQuantizeGemm
-from .op import GroupedGemm
 from .operand_tensors import Operands, OperandTensors, Prepare
 from .operands import code_fields, transpose_squares
 
