@@ -6,9 +6,8 @@ Run it:
 
 The second half runs kernels on the emulator, for which it needs the CuTe DSL and g++.
 
-A format is a record, which says what is stored, and codecs, which compute it: one for the reference
-backend and one for kernels. It prints the error of MXFP4 on the reference backend, and checks that
-quantizers for two GPUs, compiled for the new format and run on the emulator, write the same bytes.
+A format is a record, which says what is stored, and two codecs, which compute it. It prints the
+error of MXFP4 on the reference backend, and checks that kernels for two GPUs write the same bytes.
 """
 
 import dataclasses
@@ -73,8 +72,7 @@ def main():
     reference_codecs.CODECS[MXFP4.name] = ReferenceMXFP4
     add_support(MXFP4, ("grouped_quantize", "grouped_dequantize"), ARCHITECTURES)
 
-    x = torch.randn(100, 64, dtype=torch.bfloat16)
-    offs = torch.tensor([30, 30, 100], dtype=torch.int32)
+    x, offs = torch.randn(100, 64, dtype=torch.bfloat16), torch.tensor([30, 30, 100])
     q = grouped.quantize(x, MXFP4(), offs=offs)
     error = float((q.dequantize().float() - x.float()).norm() / x.float().norm())
     print(f"{q.format}: {q.member(0)}, error {error:.3f}")

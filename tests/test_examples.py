@@ -51,6 +51,7 @@ def test_example_runs(name, tmp_path):
 
 
 def test_every_example_is_tested_listed_and_short():
+    """Check that tests and README name each example, and that it has less than 100 lines."""
     readme = (FOLDER / "README.md").read_text()
     files = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
     assert files.keys() == EXAMPLES.keys()
