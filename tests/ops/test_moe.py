@@ -104,7 +104,14 @@ def random_expert_map(ids, experts, *, seed=0):
 
 
 #: (tokens, top k, ids, experts) of calls with a map.
-MAPPED = [(7, 2, 5, 5), (33, 8, 40, 9), (5, 3, 1300, 600), (0, 2, 3, 1), (40, 1, 4, 1), (3, 0, 2, 2)]
+MAPPED = [
+    (7, 2, 5, 5),
+    (33, 8, 40, 9),
+    (5, 3, 1300, 600),
+    (0, 2, 3, 1),
+    (40, 1, 4, 1),
+    (3, 0, 2, 2),
+]
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "num_ids", "experts"), MAPPED)
@@ -115,9 +122,7 @@ def test_mapped_routing_equals_loops(tokens, top_k, num_ids, experts, dtype):
     want = route_in_python(ids, experts, expert_map)
     assert_all_same(ops.compute_routing(ids, experts, expert_map), want)
     identity = torch.arange(num_ids, dtype=I32)
-    assert_all_same(
-        ops.compute_routing(ids, num_ids, identity), ops.compute_routing(ids, num_ids)
-    )
+    assert_all_same(ops.compute_routing(ids, num_ids, identity), ops.compute_routing(ids, num_ids))
 
 
 def test_an_empty_map_routes_nothing():
