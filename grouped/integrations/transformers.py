@@ -24,6 +24,7 @@ from transformers.integrations import moe as hf
 
 from cute_kernels import ops
 from cute_kernels.formats import Format
+from ptx_emulator.host.suggestions import did_you_mean
 
 from .. import recipes
 from ..functional.experts import compute_routing
@@ -42,6 +43,13 @@ from ..preparation import (
 from ..preparation import prepare as prepare_model
 from ..recipes import Recipe, check_recipe
 from ..tensor.grouped_tensor import GroupedTensor
+
+__all__ = ["RECIPES", "prepare", "register"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 Forward: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
@@ -210,7 +218,7 @@ def recipe_in_use(experts: Any) -> Recipe:
     if name not in RECIPES:
         raise ValueError(
             f"the model uses experts_implementation={name!r}: choose one of {', '.join(RECIPES)} "
-            "by set_experts_implementation first"
+            "by set_experts_implementation first" + did_you_mean(name, RECIPES)
         )
     return RECIPES[name]
 
