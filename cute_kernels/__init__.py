@@ -5,6 +5,9 @@ recipes are in ``grouped``. If torch is not installed, only the emulator works.
 """
 
 import importlib.util
+from typing import TYPE_CHECKING
+
+from ptx_emulator.host.suggestions import module_attributes
 
 from . import emulator  # an alias of ptx_emulator
 
@@ -34,6 +37,9 @@ if importlib.util.find_spec("torch") is not None:
         "support",
         "unpack",
     ]
+
+if not TYPE_CHECKING:
+    __getattr__ = module_attributes(__name__)
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
+from ptx_emulator.host.suggestions import did_you_mean
+
 
 @dataclasses.dataclass(frozen=True)
 class Arch:
@@ -82,5 +84,7 @@ def get_arch(name: str) -> Arch:
         ValueError: ``name`` is not one of ``ARCHS``.
     """
     if name not in ARCHS:
-        raise ValueError(f"arch must be one of {', '.join(ARCHS)}, got {name!r}")
+        raise ValueError(
+            f"arch must be one of {', '.join(ARCHS)}, got {name!r}" + did_you_mean(name, ARCHS)
+        )
     return ARCHS[name]

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from ptx_emulator.host.suggestions import did_you_mean
+
 from .arch import ARCHS
 from .formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, RECORDS, Format, FP8Block
-from .records import UnsupportedError, did_you_mean
+from .records import UnsupportedError
 
 ARCHITECTURES = ("reference", *ARCHS)
 #: Names of ops. The format of plain bf16, fp16 or fp32 operands is None.
@@ -140,7 +142,10 @@ def add_support(fmt: type[Format], ops: Sequence[str], archs: Sequence[str]) -> 
         raise ValueError(f"{fmt.__name__} is not registered: decorate it with formats.record")
     for kind, names, known in (("op", ops, OPS), ("arch", archs, ARCHITECTURES)):
         if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"{kind} must be one of {', '.join(known)}, got {unknown[0]!r}")
+            raise ValueError(
+                f"{kind} must be one of {', '.join(known)}, got {unknown[0]!r}"
+                + did_you_mean(unknown[0], known)
+            )
     for op in ops:
         _RUNS[op, fmt.name] = tuple(archs)
 

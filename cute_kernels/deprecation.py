@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ptx_emulator.host.suggestions import missing_attribute
+
 
 def warn_deprecated(old: str, new: str, stacklevel: int = 3) -> None:
     """Warn that ``old`` is deprecated and name its replacement.
@@ -48,7 +50,7 @@ def deprecated_attributes(module: str, names: Mapping[str, str]) -> Callable[[st
         if name == "__all__":  # For ``from module import *``.
             return list(names)
         if name not in names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            raise missing_attribute(module, name)
         target, _, attribute = names[name].partition(":")
         if not _is_probe():
             warn_deprecated(f"{module}.{name}", f"{target}.{attribute}")
@@ -82,7 +84,7 @@ def deprecated_module(old: str, new: str) -> Callable[[str], Any]:
         if name == "__all__":  # For ``from module import *``.
             return list(target.__all__)
         if name.startswith("__") or not hasattr(target, name):
-            raise AttributeError(f"module {old!r} has no attribute {name!r}")
+            raise missing_attribute(old, name, dir(target))
         if not _is_probe():
             warn_deprecated(f"{old}.{name}", f"{new}.{name}")
         return getattr(target, name)

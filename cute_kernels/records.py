@@ -6,11 +6,14 @@ configurations and caches. Equal records have equal texts, and a record has only
 """
 
 import dataclasses
-import difflib
+import functools
+import inspect
 import numbers
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
+
+from ptx_emulator.host.suggestions import did_you_mean
 
 #: Name of the field with the name of the record, which is the first word of the text.
 _NAME = "name"
@@ -18,27 +21,6 @@ _NAME = "name"
 
 class UnsupportedError(NotImplementedError):
     """A combination of op, format and architecture that this version does not support."""
-
-
-def closest(name: object, choices: Iterable[object]) -> str | None:
-    """Return the text among ``choices`` that a misspelled name is closest to, or None.
-
-    Upper and lower case are alike.
-    """
-    texts = {choice.casefold(): choice for choice in choices if isinstance(choice, str)}
-    if not isinstance(name, str):
-        return None
-    matches = difflib.get_close_matches(name.casefold(), texts, n=1)
-    return texts[matches[0]] if matches else None
-
-
-def did_you_mean(name: object, choices: Iterable[object]) -> str:
-    """Return ``": did you mean 'nvfp4'?"`` if a name is close to a choice, else an empty text.
-
-    Messages about unknown names end in it.
-    """
-    match = closest(name, choices)
-    return "" if match is None else f": did you mean {match!r}?"
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -66,6 +48,31 @@ def check_kind(kind: type, **values: object) -> None:
         if not isinstance(value, cls) or (isinstance(value, bool) and kind is not bool):
             description = description or f"a {kind.__name__.lower()}"
             raise TypeError(f"{name} must be {description}, got {reprlib.repr(value)}")
+
+
+C = TypeVar("C", bound=type)
+
+
+def suggest_arguments(cls: C) -> C:
+    """Decorate a dataclass: its TypeError for an unknown argument suggests the name that was meant.
+
+    Python 3.13 does so for all functions.
+    """
+    initialize = cls.__init__  # type: ignore[misc]
+    names = tuple(inspect.signature(initialize).parameters)[1:]
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        for option in options:
+            if option not in names:
+                raise TypeError(
+                    f"{cls.__name__}() got an unexpected keyword argument {option!r}, it takes "
+                    f"{', '.join(names) or 'none'}" + did_you_mean(option, names)
+                )
+        initialize(self, *args, **options)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
 
 
 class Record:

@@ -4,18 +4,19 @@ A grouped tensor holds many 2D members in one buffer: the tokens of each expert 
 gives the end row of each group) or the weights of each expert (uniform: (G, N, K)).
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cute_kernels import __version__
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from cute_kernels.formats.activations import Activation
 from grouped import inspect, nn, optim, recipes
+from ptx_emulator.host.suggestions import module_attributes
 
 from .functional.delayed_scaling import delayed_scaling_update
 from .functional.experts import Routing, compute_routing
 from .functional.gemm import grouped_gemm
 from .functional.linear_autograd import linear
+from .functional.moe import moe
 from .functional.quantization import compute_offsets, quantize
 from .preparation import prepare
 from .tensor.grouped_tensor import GroupedTensor
@@ -36,11 +37,13 @@ __all__ = [
     "checkpoint",
     "compute_offsets",
     "compute_routing",
+    "convert",
     "delayed_scaling_update",
     "grouped_gemm",
     "inspect",
     "integrations",
     "linear",
+    "moe",
     "nn",
     "optim",
     "parallel",
@@ -50,16 +53,12 @@ __all__ = [
 ]
 
 #: Modules that are imported when they are first used, and deprecated names of modules.
-_LAZY = ("checkpoint", "integrations", "parallel", "debug", "distributed")
+_LAZY = ("checkpoint", "convert", "integrations", "parallel", "debug", "distributed")
 
 if TYPE_CHECKING:
-    from grouped import checkpoint, integrations, parallel
+    from grouped import checkpoint, convert, integrations, parallel
 else:
-
-    def __getattr__(name: str) -> Any:
-        if name in _LAZY:
-            return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = module_attributes(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ CPUs torch updates everything, and rounds differently.
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch.optim.optimizer import Optimizer
 
 from cute_kernels import active_backend
 from cute_kernels.records import check_kind
+from ptx_emulator.host.suggestions import module_attributes
 
 from .ownership import check_master
 from .tensor.dtensor_parts import local_part, shard_like, wrap_like
@@ -36,6 +37,9 @@ from .tensor.validation import check_is_tensor
 from .tracing import eager_only
 
 __all__ = ["AdamW"]
+
+if not TYPE_CHECKING:
+    __getattr__ = module_attributes(__name__)
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,7 @@ these copies:
 import abc
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -24,7 +24,8 @@ from cute_kernels.capability import support
 from cute_kernels.formats import E5M2, Format
 from cute_kernels.ops.delayed_scaling.op import ALGORITHMS, check_margin
 from cute_kernels.ops.format_pairs import check_pair, check_transforms
-from cute_kernels.records import UnsupportedError, check_choice, closest
+from cute_kernels.records import UnsupportedError, check_choice, suggest_arguments
+from ptx_emulator.host.suggestions import closest, module_attributes
 
 from .tensor.validation import check_format, check_size
 
@@ -39,6 +40,9 @@ __all__ = [
     "Recipe",
 ]
 
+if not TYPE_CHECKING:
+    __getattr__ = module_attributes(__name__)
+
 
 def __dir__() -> list[str]:
     return sorted(__all__)
@@ -52,6 +56,7 @@ ROLES = ("input", "weight", "grad_output")
 INITIAL_SCALES = ("current", "one")
 
 
+@suggest_arguments
 @dataclass(frozen=True)
 class Recipe:
     """Formats of all roles, or of none.
@@ -225,6 +230,7 @@ def _option(default: Any) -> Any:
     return field(default=default, kw_only=True)
 
 
+@suggest_arguments
 @dataclass(frozen=True)
 class BF16(_Named):
     """Plain operands in bf16."""
@@ -233,6 +239,7 @@ class BF16(_Named):
         return None, None, None
 
 
+@suggest_arguments
 @dataclass(frozen=True)
 class NVFP4(_Named):
     """NVFP4 operands: 1x16 blocks for activations and gradients, 16x16 for weights.
@@ -259,6 +266,7 @@ class NVFP4(_Named):
         return x, formats.NVFP4(block=(16, 16)), gradient
 
 
+@suggest_arguments
 @dataclass(frozen=True)
 class NVFP4RowScaled(_Named):
     """NVFP4 with one global scale per token for the rowwise copy of the input.
@@ -275,6 +283,7 @@ class NVFP4RowScaled(_Named):
         return formats.NVFP4(row_scaled=True), formats.NVFP4(block=(16, 16)), gradient
 
 
+@suggest_arguments
 @dataclass(frozen=True)
 class MXFP8(_Named):
     """MXFP8 operands: E4M3 codes with a power-of-two scale per 32 elements.
@@ -298,6 +307,7 @@ class MXFP8(_Named):
         )
 
 
+@suggest_arguments
 @dataclass(frozen=True)
 class FP8Block(_Named):
     """FP8 with fp32 block scales: 1x128 for activations and gradients, 128x128 for weights.
@@ -319,6 +329,7 @@ class FP8Block(_Named):
         return x, replace(x, block=(128, 128)), replace(x, dtype=self.grad_dtype)
 
 
+@suggest_arguments
 @dataclass(frozen=True)
 class FP8Current(_Named):
     """FP8 with one scale per group, from the amax of the tensor that it scales.
@@ -335,6 +346,7 @@ class FP8Current(_Named):
         return formats.FP8(), formats.FP8(), formats.FP8(self.grad_dtype)
 
 
+@suggest_arguments
 @dataclass(frozen=True)
 class FP8Delayed(_Named):
     """FP8 with one scale per group, from the amaxes of earlier steps.

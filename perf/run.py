@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.records import UnsupportedError, did_you_mean
+from cute_kernels.records import UnsupportedError
+from ptx_emulator.host.suggestions import did_you_mean
 
 from .contender import Contender, Task
 from .measure import Meter

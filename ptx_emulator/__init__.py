@@ -19,6 +19,8 @@ DSL (``load_ptx``, ``launch``). The engine is C++, compiled once per source vers
 ``README.md`` lists the instructions that are modelled, the faults that are found, and the limits.
 """
 
+from typing import TYPE_CHECKING
+
 from .compilation import build
 from .cutlass_hooks import call, install, installed, uninstall
 from .engine import (
@@ -33,6 +35,8 @@ from .engine import (
     watch,
 )
 from .errors import BuildError, EmulatorError
+from .host.settings import warn_about_unknown_variables
+from .host.suggestions import module_attributes
 from .lexer import PtxError
 
 __all__ = [
@@ -54,3 +58,12 @@ __all__ = [
     "unwatch",
     "watch",
 ]
+
+warn_about_unknown_variables()
+
+if not TYPE_CHECKING:
+    __getattr__ = module_attributes(__name__)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -11,6 +11,7 @@ from typing import Any
 from .compilation import build
 from .errors import EmulatorError
 from .host.locks import ForkSafeLock
+from .host.suggestions import did_you_mean
 from .parser import Module
 from .program import Kernel
 
@@ -335,7 +336,9 @@ def options(
         races: Check for data races on shared and tensor memory. Kernels run about 2x slower.
     """
     if mode is not None and mode not in _MODES:
-        raise ValueError(f"mode must be one of {sorted(_MODES)}, got {mode!r}")
+        raise ValueError(
+            f"mode must be one of {sorted(_MODES)}, got {mode!r}" + did_you_mean(mode, _MODES)
+        )
     new = {
         "mode": None if mode is None else _MODES[mode],
         "seed": seed,

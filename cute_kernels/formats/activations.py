@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeVar
 
-from ..records import Record, UnsupportedError, check_choice, check_kind, read
+from ..records import Record, UnsupportedError, check_choice, check_kind, read, suggest_arguments
 
 _hex = float.fromhex
 
@@ -82,6 +82,7 @@ ACTIVATIONS = tuple(_FACTS)
 _LARGEST = 2.0**64
 
 
+@suggest_arguments
 @dataclasses.dataclass(frozen=True)
 class Activation(Record):
     """An activation of a plain tensor.

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 
 from ..deprecation import DeprecatedAttribute, deprecated_attributes, warn_deprecated
-from ..records import Record, check_choice, read
+from ..records import Record, check_choice, read, suggest_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,7 +360,7 @@ def record(cls: FormatClass) -> FormatClass:
     """Decorate a record class, so that ``parse`` can construct it."""
     check_choice("columnwise", cls.columnwise, ("transposed", "untransposed"))
     RECORDS[cls.name] = cls
-    return cls
+    return suggest_arguments(cls)
 
 
 @functools.lru_cache(maxsize=256)

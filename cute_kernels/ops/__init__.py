@@ -5,6 +5,8 @@ and skips PyTorch's dispatcher if nothing observes the call. Signatures are in `
 which ``python -m cute_kernels.ops.stub`` generates from the ``Op`` dataclasses.
 """
 
+from ptx_emulator.host.suggestions import module_attributes as _module_attributes
+
 # Each launcher registers how its ops run on kernels.
 from .delayed_scaling import launcher as _delayed_scaling_launcher  # noqa: F401
 from .delayed_scaling.op import DelayedScalingUpdate
@@ -35,6 +37,29 @@ from .quantize.op import GroupedQuantize
 from .reductions import launcher as _reductions_launcher  # noqa: F401
 from .reductions.op import ComputeOffsets, GroupedAmax, GroupedDbias
 
+__all__ = [
+    "adamw_quantize",
+    "compute_offsets",
+    "compute_routing",
+    "delayed_scaling_update",
+    "grouped_amax",
+    "grouped_dbias",
+    "grouped_dequantize",
+    "grouped_quantize",
+    "k_grouped_gemm",
+    "m_grouped_gemm",
+    "m_grouped_gemm_activate",
+    "m_grouped_quantize_gemm",
+    "m_grouped_quantize_gemm_activate",
+    "moe_activate",
+    "moe_activate_gradient",
+    "moe_combine",
+    "moe_gather",
+    "moe_quantize_gradient",
+    "moe_route",
+    "moe_route_gradient",
+]
+
 adamw_quantize = AdamWQuantize.fast_call
 compute_offsets = ComputeOffsets.fast_call
 compute_routing = ComputeRouting.fast_call
@@ -55,3 +80,9 @@ moe_gather = MoeGather.fast_call
 moe_quantize_gradient = MoeQuantizeGradient.fast_call
 moe_route = MoeRoute.fast_call
 moe_route_gradient = MoeRouteGradient.fast_call
+
+__getattr__ = _module_attributes(__name__)  # ``__init__.pyi`` declares the ops.
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ptx_emulator.host.suggestions import did_you_mean
+
 from ..layout.buffers import BufferSpec
 from ..runtime.backend import chosen_backend
 from ..runtime.observers import needs_dispatcher
@@ -177,7 +179,13 @@ def register_inplace(cls: type[Op]) -> type[Op]:
         refuse_derivatives(cls.name, op.tensors().items(), remedy)
 
     _define(cls.name, f"{cls.name}({_schema_arguments(cls)}) -> ()", call, fake, cls.__doc__)
-    cls.fast_call = staticmethod(getattr(torch.ops.cute_kernels, cls.name).default)
+    dispatched = getattr(torch.ops.cute_kernels, cls.name).default
+
+    def call_dispatched(*args: Any, **kwargs: Any) -> None:
+        """Call the op. Its overload is no function, so ``help`` would describe its class."""
+        dispatched(*args, **kwargs)
+
+    cls.fast_call = staticmethod(_described(call_dispatched, cls))
     return cls
 
 
@@ -241,13 +249,17 @@ def _fast_call(cls: type[Op]) -> Callable[..., Any]:
         outputs = plan.compute(op)
         return outputs if returns_list else outputs[0]
 
-    fast_call.__name__ = fast_call.__qualname__ = cls.name
-    fast_call.__doc__ = cls.__doc__
-    fast_call.__module__ = "cute_kernels.ops"
-    result = "list[Tensor]" if returns_list else "Tensor"
-    signature = inspect.signature(cls).replace(return_annotation=result)
-    fast_call.__signature__ = signature  # type: ignore[attr-defined]
-    return fast_call
+    return _described(fast_call, cls)
+
+
+def _described(function: Any, cls: type[Op]) -> Callable[..., Any]:
+    """Return the function with the name, the signature and the docstring of an op."""
+    function.__name__ = function.__qualname__ = cls.name
+    function.__doc__ = cls.__doc__
+    function.__module__ = "cute_kernels.ops"
+    result = "None" if cls.written else "list[Tensor]" if cls.returns_list else "Tensor"
+    function.__signature__ = inspect.signature(cls).replace(return_annotation=result)
+    return function
 
 
 #: Returns the arguments of a call in the order of an op's fields, from args, kwargs and defaults.
@@ -274,7 +286,8 @@ def _argument_order(cls: type[Op], count: int, names: Sequence[str]) -> tuple[_O
         position = positions.get(name, -1)
         if position < count:
             reason = "an unexpected argument" if position < 0 else "two values for argument"
-            raise TypeError(f"{cls.name}() got {reason} {name!r}")
+            hint = did_you_mean(name, positions) if position < 0 else ""
+            raise TypeError(f"{cls.name}() got {reason} {name!r}{hint}")
         indices[position] = count + i
         num_positions = max(num_positions, position + 1)
     for field, index in zip(fields, indices, strict=False):

@@ -5,6 +5,8 @@ import functools
 
 import torch
 
+from ptx_emulator.host.suggestions import did_you_mean
+
 from ..arch import ARCHS
 from ..records import UnsupportedError
 
@@ -44,7 +46,10 @@ def architecture(text: str) -> Architecture:
     # The emulator has no sm_103a: its kernels are the sm_100a ones.
     if target not in TARGETS or emulated and TARGETS[target] != target:
         emulatable = (_EMULATED_PREFIX + name for name in dict.fromkeys(TARGETS.values()))
-        raise ValueError(f"arch must be one of {', '.join((*TARGETS, *emulatable))}, got {text!r}")
+        names = (*TARGETS, *emulatable)
+        raise ValueError(
+            f"arch must be one of {', '.join(names)}, got {text!r}" + did_you_mean(text, names)
+        )
     return Architecture(TARGETS[target], target, emulated)
 
 

@@ -24,9 +24,10 @@ from typing import Any, TypeAlias
 import torch
 
 from ptx_emulator.host.settings import boolean
+from ptx_emulator.host.suggestions import did_you_mean
 
 from ..capability import ARCHITECTURES
-from ..records import UnsupportedError, did_you_mean
+from ..records import UnsupportedError
 from .arch import device_architecture
 
 _REFERENCE = "reference:"

@@ -12,11 +12,18 @@ tensor per expert and projection or one for all experts. All other tensors stay 
 are read and written one by one, so there is never a second model in memory.
 """
 
+from typing import TYPE_CHECKING
+
+from ptx_emulator.host.suggestions import module_attributes
+
 from .layouts import LAYOUTS
 from .load import Report, load
 from .save import save
 
 __all__ = ["LAYOUTS", "Report", "load", "save"]
+
+if not TYPE_CHECKING:
+    __getattr__ = module_attributes(__name__)
 
 
 def __dir__() -> list[str]:

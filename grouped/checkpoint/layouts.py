@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import NVFP4, Format, FP8Block
-from cute_kernels.records import did_you_mean
+from ptx_emulator.host.suggestions import did_you_mean
 
 from .files import MODELOPT_CONFIG
 from .plain_tensors import WeightTensors

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ptx_emulator.host.suggestions import did_you_mean
+
 from ..tensor.validation import check_size
 from .nonfinite import InspectableLayer, named_layers
 from .statistics import MAXIMA, SUMS, OperandStatistics, Probe, Step
@@ -104,7 +106,10 @@ class QuantizationInspector:
                 raise TypeError(f"{argument} must be a sequence of names, got the string {names!r}")
         for role in roles:
             if role not in _ROLES:
-                raise ValueError(f"roles must be of {', '.join(_ROLES)}, got {role!r}")
+                raise ValueError(
+                    f"roles must be of {', '.join(_ROLES)}, got {role!r}"
+                    + did_you_mean(role, _ROLES)
+                )
         self._layers = _matching_layers(model, layers)
         self._every, self._roles = every, tuple(roles)
         self._number = 0
@@ -267,7 +272,10 @@ def _matching_layers(
     layers = named_layers(model)
     for pattern in patterns or ():
         if not fnmatch.filter(layers, pattern):
-            raise ValueError(f"layers: {pattern!r} is none of {', '.join(layers)}")
+            raise ValueError(
+                f"layers: {pattern!r} is none of {', '.join(layers)}"
+                + did_you_mean(pattern, layers)
+            )
     if patterns is None:
         return layers
     return {n: x for n, x in layers.items() if any(fnmatch.fnmatchcase(n, p) for p in patterns)}

@@ -20,13 +20,17 @@ from torchtitan.config.override import _REGISTRY as _OVERRIDES
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
-from cute_kernels.records import did_you_mean
+from ptx_emulator.host.suggestions import did_you_mean
 
 from .. import recipes
 from ..functional.linear_autograd import linear
 from ..recipes import Recipe, check_recipe
 
 __all__ = ["GroupedExpertsConverter", "grouped_experts"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]

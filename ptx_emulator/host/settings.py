@@ -4,10 +4,20 @@ import os
 import warnings
 from pathlib import Path
 
+from .suggestions import did_you_mean
+
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
+#: Environment variables of the packages.
+VARIABLES = (
+    "CUTE_KERNELS_BACKEND",
+    "CUTE_KERNELS_CACHE",
+    "CUTE_KERNELS_CACHE_DIR",
+    "CUTE_KERNELS_TEST_GPU",
+)
+_PREFIX = "CUTE_KERNELS_"
 _warned: set[str] = set()
 
 
@@ -16,6 +26,16 @@ def warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def warn_about_unknown_variables() -> None:
+    """Warn once about each environment variable ``CUTE_KERNELS_...`` that nothing reads."""
+    for name in os.environ:
+        if name.startswith(_PREFIX) and name not in VARIABLES:
+            warn_once(
+                f"the environment variable {name} has no effect; there are {', '.join(VARIABLES)}"
+                + did_you_mean(name, VARIABLES)
+            )
 
 
 def boolean(source: str, text: str) -> bool:

@@ -2,29 +2,40 @@
 
 import importlib
 import inspect
+import os
 import subprocess
 import sys
+import warnings
 
 import pytest
+import torch
 
 import cute_kernels
 import grouped
+import ptx_emulator
+from cute_kernels.arch import get_arch
 from cute_kernels.formats import parse
 from cute_kernels.formats.activations import Activation, parse_activation
-from cute_kernels.records import did_you_mean
+from cute_kernels.runtime.arch import architecture
+from grouped.checkpoint.layouts import get_writable_layout
+from ptx_emulator.host import settings
+from ptx_emulator.host.suggestions import did_you_mean
 from tests.helpers import run_python
 
 #: Modules that users see; each shows its public names only.
 MODULES = (
     "cute_kernels",
     "cute_kernels.formats",
+    "cute_kernels.ops",
     "grouped",
     "grouped.checkpoint",
+    "grouped.convert",
     "grouped.inspect",
     "grouped.nn",
     "grouped.optim",
     "grouped.parallel",
     "grouped.recipes",
+    "ptx_emulator",
 )
 #: Modules that need a library of an extra.
 OPTIONAL = {"torchtitan", "transformers"}
@@ -48,8 +59,8 @@ def test_dir_shows_what_all_names(name):
 
 
 def test_completion_of_grouped_shows_what_users_need():
-    names = {"checkpoint", "inspect", "integrations", "nn", "optim", "parallel", "recipes"}
-    assert names <= {*dir(grouped)}
+    names = {"checkpoint", "convert", "inspect", "integrations", "nn", "optim", "parallel"}
+    assert names | {"recipes"} <= {*dir(grouped)}
     assert not {"debug", "distributed", "functional", "tensor", "tracing"} & {*dir(grouped)}
 
 
@@ -80,16 +91,40 @@ def test_submodules_are_imported_on_first_use():
     """Check that ``import grouped`` imports no library of an extra and no lazy submodule."""
     run_python("""
 import sys, grouped
-lazy = ("checkpoint", "integrations", "parallel", "debug", "distributed")
+lazy = ("checkpoint", "convert", "integrations", "parallel", "debug", "distributed")
 assert not [name for name in lazy if f"grouped.{name}" in sys.modules]
 assert not {"transformers", "safetensors", "torchtitan"} & {*sys.modules}
 assert grouped.checkpoint.load and grouped.parallel.ExpertParallel and grouped.integrations
+assert grouped.convert.convert
 assert grouped.distributed and grouped.debug  # Deprecated, and forward with a warning.
 """)
 
 
+@pytest.mark.parametrize("name", [*MODULES, "grouped.integrations", "grouped.distributed"])
+def test_modules_suggest_attributes(name):
+    """Check that the message of the error has the suggestion, also if it is caught."""
+    module = importlib.import_module(name)
+    attribute = max(getattr(module, "__all__", ["ExpertParallel"]), key=len)
+    typo = f"{attribute[:3]}{attribute[4:]}"
+    with pytest.raises(
+        AttributeError, match=rf"has no attribute '{typo}': did you mean '{attribute}'"
+    ):
+        getattr(module, typo)
+
+
+def test_an_attribute_of_a_submodule_is_suggested_with_its_module():
+    with pytest.raises(AttributeError, match=r"did you mean grouped\.nn\.MoE\?$"):
+        _ = grouped.MoE
+
+
+@pytest.mark.parametrize("name", ["__wrapped__", "__bases__"])
+def test_names_of_python_get_no_suggestion(name):
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'$"):
+        getattr(grouped, name)
+
+
 @pytest.mark.parametrize(
-    ("code", "meant"),
+    ("code", "suggestion"),
     [
         ("import grouped; grouped.quantise", "quantize"),
         ("import grouped; grouped.chekpoint", "checkpoint"),
@@ -97,14 +132,38 @@ assert grouped.distributed and grouped.debug  # Deprecated, and forward with a w
         ("import cute_kernels; cute_kernels.suport", "support"),
     ],
 )
-def test_python_suggests_attributes_of_modules(code, meant):
-    """Check that lazy submodules leave Python's own suggestions intact."""
+def test_tracebacks_have_one_suggestion(code, suggestion):
+    """Check that Python does not add a suggestion of its own to the one in the message."""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stderr.rstrip().endswith(f"Did you mean: '{meant}'?")
+    assert result.stderr.rstrip().endswith(f": did you mean {suggestion!r}?")
+    assert result.stderr.lower().count("did you mean") == 1
+
+
+def test_unknown_environment_variables_warn_once(monkeypatch):
+    """Check the warning, its suggestion, and that known variables and a second call do not warn."""
+    monkeypatch.setattr(settings, "_warned", set())
+    monkeypatch.setenv("CUTE_KERNELS_BACKED", "emulated:sm_100a")
+    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "reference")
+    with pytest.warns(RuntimeWarning, match=r"BACKED has no effect.* mean 'CUTE_KERNELS_BACKEND'"):
+        settings.warn_about_unknown_variables()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        settings.warn_about_unknown_variables()
+
+
+@pytest.mark.parametrize("module", ["grouped", "ptx_emulator"])
+def test_import_checks_environment_variables(module):
+    result = subprocess.run(
+        [sys.executable, "-c", f"import {module}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUTE_KERNELS_CASH": "0"},
+    )
+    assert "variable CUTE_KERNELS_CASH has no effect" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("call", "meant"),
+    ("call", "suggestion"),
     [
         (lambda: parse("nvpf4"), "'nvfp4'"),
         (lambda: parse("NVFP4"), "'nvfp4'"),
@@ -117,10 +176,20 @@ def test_python_suggests_attributes_of_modules(code, meant):
         (lambda: cute_kernels.backend("emulated:sm_90a", sed=1).__enter__(), "'seed'"),
         (lambda: cute_kernels.support("grouped_gem", None, "sm_90a"), "'grouped_gemm'"),
         (lambda: cute_kernels.support("grouped_gemm", None, "sm90"), "'sm_90a'"),
+        (lambda: get_arch("sm_100"), "'sm_100a'"),
+        (lambda: architecture("emulate:sm_100a"), "'emulated:sm_100a'"),
+        (lambda: grouped.NVFP4(row_scalled=True), "'row_scaled'"),
+        (lambda: grouped.FP8Block(pow2_scale=True), "'pow2_scales'"),
+        (lambda: Activation("clamped_swiglu", alfa=1.0), "'alpha'"),
+        (lambda: grouped.recipes.NVFP4(hadamrd=True), "'hadamard'"),
+        (lambda: grouped.recipes.Recipe(weigth=grouped.NVFP4()), "'weight'"),
+        (lambda: get_writable_layout("model-opt"), "'modelopt'"),
+        (lambda: cute_kernels.ops.compute_offsets(torch.ones(1), multiplyer=2), "'multiplier'"),
+        (lambda: ptx_emulator.options(mode="caos").__enter__(), "'chaos'"),
     ],
 )
-def test_errors_suggest_the_name_that_was_meant(call, meant):
-    with pytest.raises((ValueError, TypeError), match=rf"did you mean {meant}\?$"):
+def test_errors_suggest_the_name_that_was_meant(call, suggestion):
+    with pytest.raises((ValueError, TypeError), match=rf"did you mean {suggestion}\?$"):
         call()
 
 
