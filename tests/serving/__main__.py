@@ -113,18 +113,11 @@ class Recorder:
         self._apply = GroupedExpertsMethod.apply
         recorder = self
 
-        def apply(
-            method: Any,
-            layer: Any,
-            x: Tensor,
-            weights: Tensor,
-            ids: Tensor,
-            *more: Any,
-            **named: Any,
-        ) -> Tensor:
-            given = [t.clone() for t in (x, weights, ids)]
-            y = recorder._apply(method, layer, x, weights, ids, *more, **named)
-            recorder.calls.append((layer.layer_name, *given, y.clone()))
+        def apply(method: Any, **arguments: Any) -> Tensor:
+            """Record the call."""
+            inputs = [arguments[name].clone() for name in ("x", "topk_weights", "topk_ids")]
+            y = recorder._apply(method, **arguments)
+            recorder.calls.append((arguments["layer"].layer_name, *inputs, y.clone()))
             return y
 
         GroupedExpertsMethod.apply = apply

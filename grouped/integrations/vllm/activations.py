@@ -37,8 +37,8 @@ def find_activation(layer: Any, prefix: str) -> ExpertsActivation:
         ValueError: No kernel computes it.
     """
     name = layer.activation.value
-    found = ACTIVATIONS.get(name)
-    if found is None:
+    experts_activation = ACTIVATIONS.get(name)
+    if experts_activation is None:
         raise ValueError(
             f"{prefix} has the activation {name!r}, but the experts of grouped-kernels have only "
             f"{', '.join(ACTIVATIONS)}: omit --quantization to use vLLM's own kernels"
@@ -46,17 +46,17 @@ def find_activation(layer: Any, prefix: str) -> ExpertsActivation:
     alpha, beta, limit = (
         getattr(layer, f"swiglu_{option}", None) for option in ("alpha", "beta", "limit")
     )
-    if not found.activation.is_clamped:
+    if not experts_activation.activation.is_clamped:
         if limit is not None:
             raise ValueError(
                 f"{prefix} clamps the input of {name} at {limit}, which no kernel of "
                 "grouped-kernels does: omit --quantization to use vLLM's own kernels"
             )
-        return found
+        return experts_activation
     if beta not in (None, 1.0):
         raise ValueError(
             f"{prefix} adds {beta} to the up projection of {name}; kernels of grouped-kernels add 1"
         )
     options = {"alpha": alpha, "limit": limit}
-    given = {key: float(value) for key, value in options.items() if value is not None}
-    return found._replace(activation=Activation("clamped_swiglu", **given))
+    options = {key: float(value) for key, value in options.items() if value is not None}
+    return experts_activation._replace(activation=Activation("clamped_swiglu", **options))

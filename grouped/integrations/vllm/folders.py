@@ -39,6 +39,7 @@ class Folder(NamedTuple):
 
 
 def _find_modelopt(config: Any, layer: Any, prefix: str) -> StoredExperts:
+    """Read a ``ModelOptNvFp4Config``."""
     if config.is_layer_excluded(prefix):
         return PLAIN
     has_inputs = config.quant_method != "W4A16_NVFP4"
@@ -46,6 +47,7 @@ def _find_modelopt(config: Any, layer: Any, prefix: str) -> StoredExperts:
 
 
 def _find_compressed(config: Any, layer: Any, prefix: str) -> StoredExperts:
+    """Read a ``CompressedTensorsConfig``."""
     # vLLM's own method of experts does the same: patterns of targets name Linear modules.
     config._add_fused_moe_to_target_scheme_map()
     names = [getattr(layer, f"ckpt_{p}_proj_name", f"{p}_proj") for p in ("gate", "up", "down")]
@@ -65,6 +67,7 @@ def _find_compressed(config: Any, layer: Any, prefix: str) -> StoredExperts:
 
 
 def _find_fp8(config: Any, layer: Any, prefix: str) -> StoredExperts:
+    """Read an ``Fp8Config``."""
     match_mode = getattr(config, "ignored_layers_match_mode", None)
     options = {} if match_mode is None else {"match_mode": match_mode}
     if is_layer_skipped(

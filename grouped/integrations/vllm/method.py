@@ -119,6 +119,9 @@ class GroupedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         layer._already_called_process_weights_after_loading = True
         if self.formats.weight is not None:
             self._templates = tuple(self._prepare(layer, sizes) for sizes in self._sizes)  # type: ignore[assignment]
+        else:
+            for name in ("w13_weight", "w2_weight"):
+                weights.check_loaded(getattr(layer, name).data, f"{self._prefix}.{name}")
         self._operands = None
         warm_up(self, layer, self._token_counts)
         # A reload copies new weights into the old parameters and brings those back.
@@ -135,7 +138,8 @@ class GroupedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if prepacks(self.formats.recipe, fmt, weight.device):
             weight = weight.prepack()
         weights.set_buffers(layer, sizes.name, weight)
-        return weight.to("meta")
+        template: Any = weight.to("meta")
+        return template
 
     # ---- vLLM's questions
 
@@ -143,6 +147,9 @@ class GroupedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def supports_eplb(self) -> bool:
         """True: each parameter has the experts in its first dimension."""
         return True
+
+    def maybe_make_prepare_finalize(self, *arguments: Any, **named: Any) -> None:
+        """Return None, which vLLM 0.24 asks for: it gathers tokens of data-parallel ranks itself."""
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """Return the description of inputs: vLLM hands over tokens as they are."""

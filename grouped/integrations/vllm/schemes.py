@@ -46,7 +46,7 @@ class LoadedFormat(NamedTuple):
         return level is None or level.per == "row"
 
 
-def _of_recipe(name: str, recipe: Recipe) -> Scheme:
+def _recipe_scheme(name: str, recipe: Recipe) -> Scheme:
     """Return the scheme whose weights have the format of the recipe."""
     return Scheme(name, recipe, recipe.weight)
 
@@ -58,15 +58,15 @@ SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
         Scheme("grouped", None, None),
-        _of_recipe("grouped_bf16", recipes.BF16()),
+        _recipe_scheme("grouped_bf16", recipes.BF16()),
         Scheme("grouped_w4a16", recipes.BF16(), NVFP4()),
         Scheme("grouped_w8a16", recipes.BF16(), _FP8_WEIGHT),
         Scheme("grouped_w4a8", recipes.FP8Block(), NVFP4()),
-        _of_recipe("grouped_nvfp4", recipes.NVFP4()),
-        _of_recipe("grouped_nvfp4_row_scaled", recipes.NVFP4RowScaled()),
-        _of_recipe("grouped_fp8_block", recipes.FP8Block()),
-        _of_recipe("grouped_fp8_current", recipes.FP8Current()),
-        _of_recipe("grouped_mxfp8", recipes.MXFP8()),
+        _recipe_scheme("grouped_nvfp4", recipes.NVFP4()),
+        _recipe_scheme("grouped_nvfp4_row_scaled", recipes.NVFP4RowScaled()),
+        _recipe_scheme("grouped_fp8_block", recipes.FP8Block()),
+        _recipe_scheme("grouped_fp8_current", recipes.FP8Current()),
+        _recipe_scheme("grouped_mxfp8", recipes.MXFP8()),
     )
 }
 

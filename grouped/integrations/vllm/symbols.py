@@ -33,15 +33,10 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
 
 def _find(module_name: str, name: str) -> Any:
     """Return a name of vLLM, or raise ImportError that says what was not found."""
+    version = importlib.import_module("vllm").__version__
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
-        try:
-            version = importlib.import_module("vllm").__version__
-        except Exception as missing:
-            raise ImportError(
-                "vLLM is not installed: pip install 'grouped-kernels[vllm]'"
-            ) from missing
         raise ImportError(
             f"grouped-kernels does not support vLLM {version}, which has no {module_name}.{name}: "
             "install a release that docs/guide/vllm.md lists"

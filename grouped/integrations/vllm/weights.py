@@ -91,8 +91,8 @@ def parameter_specs(
     if has_input_scale and layout.input_scale is not None:
         # ModelOpt's ``input_scale`` is one number per expert in vLLM's loader.
         input_scale = name + layout.input_scale.replace(".", "_", 1)
-        shape = (experts,) if input_scale.endswith("_input_scale") else count
-        yield ParameterSpec(input_scale, shape, torch.float32, TENSOR)
+        is_single = input_scale.endswith("_input_scale")
+        yield ParameterSpec(input_scale, (experts,) if is_single else count, torch.float32, TENSOR)
 
 
 def check_sizes(sizes: Sizes, fmt: Format, prefix: str) -> None:
@@ -139,8 +139,8 @@ def _join_projections(codes: Tensor, scales: Tensor, amaxes: Tensor, fmt: Format
     """Give the projections of an expert the largest of their global scales, in place."""
     count = len(amaxes)
     projections = [
-        WeightTensors(*parts)
-        for parts in zip(codes.chunk(count), scales.chunk(count), amaxes, strict=True)
+        WeightTensors(*tensors)
+        for tensors in zip(codes.chunk(count), scales.chunk(count), amaxes, strict=True)
     ]
     joined, _ = reconcile(projections, fmt, interleaved=False)
     codes.view(torch.uint8).copy_(joined.codes.view(torch.uint8))
@@ -159,10 +159,9 @@ def quantize_weight(layer: nn.Module, sizes: Sizes, fmt: Format, prefix: str) ->
 
 def check_loaded(t: Tensor, name: str) -> None:
     """Raise ValueError for a parameter with a NaN, which it has before it is loaded."""
-    numbers = t.float() if t.dtype.itemsize == 1 else t
     # One expert at a time: the mask of all would take half the memory of a plain weight.
-    for expert, part in enumerate(numbers):
-        if not bool(part.isfinite().all()):
+    for expert, numbers in enumerate(t):
+        if not bool(numbers.float().isfinite().all()):
             raise ValueError(
                 f"{name} of local expert {expert} is not complete in the checkpoint, or has a NaN "
                 "or an infinity"
