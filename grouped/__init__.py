@@ -16,6 +16,7 @@ from .functional.delayed_scaling import delayed_scaling_update
 from .functional.experts import Routing, compute_routing
 from .functional.gemm import grouped_gemm
 from .functional.linear_autograd import linear
+from .functional.moe import moe
 from .functional.quantization import compute_offsets, quantize
 from .preparation import prepare
 from .tensor.grouped_tensor import GroupedTensor
@@ -42,6 +43,7 @@ __all__ = [
     "inspect",
     "integrations",
     "linear",
+    "moe",
     "nn",
     "optim",
     "parallel",

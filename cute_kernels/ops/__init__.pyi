@@ -88,6 +88,7 @@ def compute_offsets(
 def compute_routing(
     expert_ids: Tensor,
     num_experts: int,
+    expert_map: Tensor | None = None,
 ) -> list[Tensor]:
     """Sort the rows of tokens by expert, and return the row of each token: a stable counting sort.
 
@@ -98,6 +99,8 @@ def compute_routing(
     Args:
         expert_ids: (T, k) int32 or int64.
         num_experts: E, at least 1.
+        expert_map: (N,) int32. Expert of each id: id i means expert ``expert_map[i]``. An id
+            outside [0, N) and an expert outside [0, E) have no row. None maps each id to itself.
 
     Returns:
         Four int32 tensors. offs (E,): The end row of each expert. token (T * k,): token of each

@@ -12,18 +12,26 @@ from .activations import activate_gradient as gradient_of_elements
 
 
 def compute_routing(
-    expert_ids: Tensor, offs: Tensor, token: Tensor, pair: Tensor, row: Tensor
+    expert_ids: Tensor,
+    expert_map: Tensor | None,
+    offs: Tensor,
+    token: Tensor,
+    pair: Tensor,
+    row: Tensor,
 ) -> None:
     """Sort pairs of a token and an expert by expert, pairs of one expert in the order of tokens.
 
     Args:
         expert_ids: (T, k). Ids outside [0, E) mean no expert.
+        expert_map: (N,). Expert of each id; ids outside [0, N) mean no expert. Or None.
         offs: (E,) written: end row of each expert.
         token: (T * k,) written: token of each row, -1 in the tail.
         pair: (T * k,) written: t * k + j of each row, -1 in the tail.
         row: (T, k) written: row of each pair, -1 for pairs without an expert.
     """
     experts, ids = offs.shape[0], expert_ids.flatten().long()
+    if expert_map is not None:
+        ids = _map_ids(ids, expert_map)
     routed = (ids >= 0) & (ids < experts)
     ids = torch.where(routed, ids, experts)
     order = ids.argsort(stable=True)
@@ -36,6 +44,14 @@ def compute_routing(
     position = torch.empty_like(order)
     position[order] = torch.arange(len(order), device=order.device)
     row.copy_(position.masked_fill_(~routed, -1).view_as(row))
+
+
+def _map_ids(ids: Tensor, expert_map: Tensor) -> Tensor:
+    """Return ``expert_map[ids]`` as int64, -1 for ids outside of the map."""
+    # One more entry, to which all other ids go; so an empty map can be read, too.
+    padded = torch.cat([expert_map.long(), ids.new_full((1,), -1)])
+    is_mapped = (ids >= 0) & (ids < len(expert_map))
+    return padded[torch.where(is_mapped, ids, len(expert_map))]
 
 
 def gather(x: Tensor, index: Tensor, out: Tensor) -> None:

@@ -22,7 +22,6 @@ from .experts_forward import (
     products,
     run_forward,
     run_inference,
-    run_quantized_inference,
 )
 from .flops import experts_flops
 from .linear_autograd import recipe_from_texts, scaling_from_arguments, without_derivative
@@ -39,7 +38,6 @@ __all__ = [
     "experts",
     "products",
     "run_inference",
-    "run_quantized_inference",
 ]
 
 
@@ -55,7 +53,8 @@ def experts(
 
     Args:
         x: (T, H). Tokens. Or rows that are sorted by expert, with a ``PresortedRouting``.
-        p: (T, k) fp32. Routing weights. None for sorted rows.
+        p: (T, k) fp32. Routing weights. None for sorted rows; also if they are deferred and no
+            gradient is needed.
         routing: Routing of the tokens.
         gate_up: The first layer.
         down: The second layer.
@@ -240,7 +239,8 @@ def _parse_arguments(
         scaling = scaling_from_arguments(scales, amaxes if records_amaxes else None, may_be_zero)
         weight, bias = arguments[6 + 2 * i : 8 + 2 * i]
         layers.append(Layer([weight], bias, recipe, scaling=scaling))
-    routing = PresortedRouting(arguments[2]) if p is None else Routing(*arguments[2:6])
+    offs, token = arguments[2:4]
+    routing = PresortedRouting(offs) if token is None else Routing(*arguments[2:6])
     return x, p, routing, (layers[0], layers[1]), ExpertsOptions(*arguments[18:23])
 
 

@@ -6,7 +6,7 @@ y[t] = sum over k of p[t, k] h[row(t, k)] with h = W2 a + b2 and a = act(z), z =
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -61,58 +61,24 @@ def run_inference(
     is_scaled = layers[0].scaling or layers[1].scaling
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_scaled:
         return run()
-    layers_key = _layers_key(layers)
-    return run() if layers_key is None else _replay_inference(key, inputs, layers_key, run)
+    layers_key = key_of_layers(layers)
+    return run() if layers_key is None else replay_inference(key, inputs, layers_key, run)
 
 
-def run_quantized_inference(
-    key: Hashable,
-    inputs: Sequence[Tensor | None],
-    weights: tuple[GroupedTensor, GroupedTensor],
-    recipe: Recipe,
-    cache: dict[str, Any],
-    run: Callable[[tuple[Layer, Layer]], Tensor],
-) -> Tensor:
-    """Call ``run_inference`` for layers whose only tensor is a quantized weight.
-
-    The layers are made only if the call is not replayed.
-
-    Args:
-        key: Options that ``run`` depends on, other than the layers.
-        inputs: Tensors that ``run`` reads, other than those of the layers.
-        weights: The weights of both layers.
-        recipe: Recipe of both layers.
-        cache: Keeps, for the same weights and recipe, the key of the layers. It holds no tensor.
-        run: Computes the result from the layers.
-    """
-    gate_up, down = weights
-
-    def layers() -> tuple[Layer, Layer]:
-        return Layer([gate_up], None, recipe), Layer([down], None, recipe)
-
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return run(layers())
-    cached = cache.get("_layers_key")
-    if (
-        cached is None
-        or cached[0] is not recipe
-        or cached[1] is not gate_up._layout
-        or cached[2] is not down._layout
-    ):
-        layers_key = _layers_key(layers())
-        assert layers_key is not None  # The layers have no observers.
-        cached = (recipe, gate_up._layout, down._layout, layers_key[0])
-        cache["_layers_key"] = cached
-    tensors = [None, gate_up, *gate_up._inner().values(), None, down, *down._inner().values()]
-    return _replay_inference(key, inputs, (cached[3], tensors), lambda: run(layers()))
-
-
-def _replay_inference(
+def replay_inference(
     key: Hashable,
     inputs: Sequence[Tensor | None],
     layers_key: ReplayKey,
     run: Callable[[], Tensor],
 ) -> Tensor:
+    """Return ``run()``, replayed if possible. Gradients must be disabled.
+
+    Args:
+        key: Options that ``run`` depends on, other than the layers.
+        inputs: Tensors that ``run`` reads, other than those of the layers.
+        layers_key: Replay key of the layers that ``run`` multiplies by.
+        run: Computes the result.
+    """
     (y,), _ = replayed(
         (key, layers_key[0]),
         [*inputs, *layers_key[1]],
@@ -122,12 +88,24 @@ def _replay_inference(
     return y
 
 
-def _layers_key(layers: tuple[Layer, Layer]) -> ReplayKey | None:
+def key_of_layers(layers: tuple[Layer, Layer]) -> ReplayKey | None:
     """Return the replay key of both layers, or None if one of them cannot be replayed."""
     gate_up, down = layers[0].replay_key(), layers[1].replay_key()
     if gate_up is None or down is None:
         return None
     return (gate_up[0], down[0]), gate_up[1] + down[1]
+
+
+def key_of_quantized_layers(
+    weights: tuple[GroupedTensor, GroupedTensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    recipe: Recipe,
+) -> ReplayKey:
+    """Return a replay key like ``key_of_layers`` faster, for quantized weights."""
+    gate_up, down = weights
+    key = (recipe.texts, recipe.propagate_nonfinite, gate_up._layout, down._layout)
+    inner = (*gate_up._inner().values(), down, *down._inner().values())
+    return key, [*biases, gate_up, *inner]
 
 
 def run_forward(
@@ -150,7 +128,7 @@ def run_forward(
         needs: For each layer, True for each of input and weight if its gradient is needed.
         keeps_z: Return the input of the activation.
     """
-    layers_key = _layers_key(layers)
+    layers_key = key_of_layers(layers)
     if layers_key is None:
         return _run(x, p, routing, layers, options, needs, keeps_z)
 

@@ -45,14 +45,16 @@ class PresortedRouting(NamedTuple):
     row: None = None
 
 
-def compute_routing(expert_ids: Tensor, num_experts: int) -> Routing:
+def compute_routing(
+    expert_ids: Tensor, num_experts: int, expert_map: Tensor | None = None
+) -> Routing:
     """Sort tokens by expert: ``torch.ops.cute_kernels.compute_routing``."""
     check_is_tensor("expert_ids", expert_ids)
     if torch.compiler.is_compiling():
-        return Routing(*ops.compute_routing(expert_ids, num_experts))
+        return Routing(*ops.compute_routing(expert_ids, num_experts, expert_map))
     outputs, _ = replayed(
         ("routing", num_experts),
-        [expert_ids],
-        lambda _: (ops.compute_routing(expert_ids, num_experts), None),
+        [expert_ids, expert_map],
+        lambda _: (ops.compute_routing(expert_ids, num_experts, expert_map), None),
     )
     return Routing(*outputs)

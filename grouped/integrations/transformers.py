@@ -27,15 +27,9 @@ from cute_kernels.formats import Format
 from ptx_emulator.host.suggestions import did_you_mean
 
 from .. import recipes
-from ..functional.experts import (
-    ExpertsOptions,
-    Layer,
-    compute_routing,
-    run_inference,
-    run_quantized_inference,
-)
-from ..functional.experts import experts as compute_experts
+from ..functional.experts import compute_routing
 from ..functional.linear_autograd import linear
+from ..functional.moe import ExpertsCall
 from ..nn.cached_weight import lookup, warn_if_captured
 from ..preparation import (
     SOURCES,
@@ -249,32 +243,28 @@ def _forward_in(recipe: Recipe) -> Forward:
         up_name, down_name = weight_names(self)
         if recipe.is_quantized and not torch.is_grad_enabled():
             warn_if_captured(lookup(self, up_name), recipe)
-        dtype, num_experts = hidden_states.dtype, self.num_experts
         has_norm = getattr(self, "has_post_expert_norm", False)  # Since 5.18 or later.
         if _is_swiglu(self) and not has_norm:
-            options = ExpertsOptions("swiglu", False, False, dtype)
-            key, inputs = (num_experts, options), (hidden_states, top_k_index, top_k_weights)
-
-            def run(layers: tuple[Layer, Layer]) -> Tensor:
-                x = hidden_states.to(layers[0].weights[0].dtype)
-                routing = compute_routing(top_k_index, num_experts)
-                return compute_experts(x, top_k_weights.float(), routing, *layers, options)
-
-            weights = (lookup(self, up_name), lookup(self, down_name))
-            if type(weights[0]) is type(weights[1]) is GroupedTensor and not (
-                self.has_bias or self.is_transposed
-            ):
-                return run_quantized_inference(key, inputs, weights, recipe, vars(self), run)
-            layers = (_layer(self, up_name, recipe), _layer(self, down_name, recipe))
-            return run_inference(key, inputs, layers, lambda: run(layers))
+            (w1, b1), (w2, b2) = _operands(self, up_name), _operands(self, down_name)
+            return ExpertsCall(
+                x=hidden_states if hidden_states.dtype == w1.dtype else hidden_states.to(w1.dtype),
+                expert_ids=top_k_index,
+                weights=top_k_weights,
+                w1=w1,
+                b1=b1,
+                w2=w2,
+                b2=b2,
+                recipe=recipe,
+                dtype=hidden_states.dtype,
+            ).run()
         # The sentinels of expert parallelism are not ids of experts and get no rows.
-        routing = compute_routing(top_k_index, num_experts)
+        routing = compute_routing(top_k_index, self.num_experts)
         offs, token, _, row = routing
         hidden = _linear(self, ops.moe_gather(hidden_states, token, row), up_name, offs, recipe)
         rows = _linear(self, _activate(self, hidden), down_name, offs, recipe)
         if has_norm:
             rows = self.post_expert_norm(rows)
-        return ops.moe_combine(rows, row, top_k_weights.float(), dtype)
+        return ops.moe_combine(rows, row, top_k_weights.float(), hidden_states.dtype)
 
     return forward
 
@@ -302,11 +292,6 @@ def _prepared_forward(
 def _operands(experts: Any, name: str) -> tuple[Tensor, Tensor | None]:
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
     return _linear_weight(experts, lookup(experts, name)), bias
-
-
-def _layer(experts: Any, name: str, recipe: Recipe) -> Layer:
-    weight, bias = _operands(experts, name)
-    return Layer([weight], bias, recipe)
 
 
 def _linear(experts: Any, x: Tensor, name: str, offs: Tensor, recipe: Recipe) -> Tensor:

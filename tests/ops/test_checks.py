@@ -134,7 +134,10 @@ FORMAT_POSITIONS += [("k_grouped_gemm", WGRAD, index) for index in (7, 8)]
 #: Arguments that raise a TypeError, and its message, by op.
 WRONG_TYPES = {
     "compute_offsets": [((torch.ones(3),), "splits must be int32 or int64, got float32")],
-    "compute_routing": [((X, 4), "expert_ids must be int32 or int64, got float32")],
+    "compute_routing": [
+        ((X, 4), "expert_ids must be int32 or int64, got float32"),
+        ((ROW, 4, ROW[:, 0].long()), "expert_map must be int32, got int64"),
+    ],
     "moe_route": [
         ((X.half(), None, None, 2), "logits must be float32, got float16"),
         ((X, X.half(), None, 2), "selection_bias must be float32, got float16"),
@@ -175,6 +178,7 @@ WRONG_VALUES = {
     "compute_routing": [
         ((OFFS, 4), "expert_ids must have 2 dimensions, got shape (2,)"),
         ((ROW, 0), "num_experts must be positive, got 0"),
+        ((ROW, 4, ROW), "expert_map must have 1 dimensions, got shape (3, 2)"),
     ],
     "moe_route": [
         ((X, None, None, 33), "top_k must be in [1, 32]"),

@@ -123,6 +123,10 @@ NONE, SWIGLU = (False, None, False, *[None] * 5), ("swiglu", False, True)
 CALLS = {
     "offsets": ("compute_offsets", lambda: (torch.tensor([3, 0, 4]), 2)),
     "routing": ("compute_routing", lambda: (torch.tensor([[3, 0], [4, 1]]), 4)),
+    "mapped routing": (
+        "compute_routing",
+        lambda: (torch.tensor([[3, 0], [4, 1]]), 2, torch.tensor([0, -1, 1, 0], dtype=I32)),
+    ),
     "gather": ("moe_gather", lambda: (x(), torch.tensor([2, 0, -1], dtype=I32))),
     "activate": ("moe_activate", lambda: (x(), "swiglu", OFFS)),
     "activate gradient": (

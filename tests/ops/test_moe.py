@@ -41,10 +41,13 @@ def random_expert_ids(tokens, top_k, experts, *, seed=0, dtype=torch.int64):
     return torch.where(choice < len(invalid), invalid[choice.clamp(max=4)], ids).to(dtype)
 
 
-def route_in_python(ids, experts):
+def route_in_python(ids, experts, expert_map=None):
     """Return offs, token, pair and row of ``compute_routing`` by loops."""
-    top_k = ids.shape[1]
-    pairs = [(e, i) for i, e in enumerate(ids.flatten().tolist()) if 0 <= e < experts]
+    top_k, numbers = ids.shape[1], ids.flatten().tolist()
+    if expert_map is not None:
+        targets = dict(enumerate(expert_map.tolist()))
+        numbers = [targets.get(i, -1) for i in numbers]
+    pairs = [(e, i) for i, e in enumerate(numbers) if 0 <= e < experts]
     offs = [sum(e <= g for e, _ in pairs) for g in range(experts)]
     order = [i for _, i in sorted(pairs)]
     tail = [-1] * (ids.numel() - len(order))
@@ -78,7 +81,7 @@ def test_routing_kernels_have_the_bits_of_the_reference(arch, dtype, monkeypatch
         monkeypatch.setattr(
             moe_launcher,
             "choose_routing_config",
-            lambda ids, pairs: RoutingConfig(ids, 4 if pairs > 100 else 1, 4),
+            lambda ids, pairs, mapped: RoutingConfig(ids, 4 if pairs > 100 else 1, 4, mapped),
         )
     shapes = [*SHAPES[:5], (1100, 2, 40), (1100, 8, 13), (700, 8, 1500), (600, 7, 3)]
     for i, (tokens, top_k, experts) in enumerate(shapes):
@@ -89,15 +92,77 @@ def test_routing_kernels_have_the_bits_of_the_reference(arch, dtype, monkeypatch
     clear_plan_cache()
 
 
+def random_expert_map(ids, experts, *, seed=0):
+    """Return experts of ids: each expert of this rank has one id, and others are elsewhere."""
+    expert_map = torch.cat([torch.arange(experts), torch.full((ids - experts,), -1)])
+    expert_map = expert_map[torch.randperm(ids, generator=seeded_generator(seed))].to(I32)
+    if ids > experts:
+        invalid = torch.tensor([experts, -(2**31), 2**31 - 1], dtype=I32)
+        elsewhere = (expert_map == -1).nonzero().flatten()[:3]
+        expert_map[elsewhere] = invalid[: len(elsewhere)]
+    return expert_map
+
+
+#: (tokens, top k, ids, experts) of calls with a map.
+MAPPED = [
+    (7, 2, 5, 5),
+    (33, 8, 40, 9),
+    (5, 3, 1300, 600),
+    (0, 2, 3, 1),
+    (40, 1, 4, 1),
+    (3, 0, 2, 2),
+]
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "num_ids", "experts"), MAPPED)
+@pytest.mark.parametrize("dtype", [I32, torch.int64])
+def test_mapped_routing_equals_loops(tokens, top_k, num_ids, experts, dtype):
+    ids = random_expert_ids(tokens, top_k, num_ids, dtype=dtype)
+    expert_map = random_expert_map(num_ids, experts)
+    want = route_in_python(ids, experts, expert_map)
+    assert_all_same(ops.compute_routing(ids, experts, expert_map), want)
+    identity = torch.arange(num_ids, dtype=I32)
+    assert_all_same(ops.compute_routing(ids, num_ids, identity), ops.compute_routing(ids, num_ids))
+
+
+def test_an_empty_map_routes_nothing():
+    ids = torch.tensor([[0, -1]])
+    want = route_in_python(ids, 3, torch.empty(0))
+    assert_all_same(ops.compute_routing(ids, 3, torch.empty(0, dtype=I32)), want)
+
+
 @pytest.mark.emulated
-def test_extreme_int64_ids_are_not_experts():
+@pytest.mark.parametrize("dtype", [I32, torch.int64])
+@each_arch
+def test_mapped_routing_kernels_have_the_bits_of_the_reference(arch, dtype, monkeypatch):
+    clear_plan_cache()
+    if dtype == torch.int64:
+        monkeypatch.setattr(
+            moe_launcher,
+            "choose_routing_config",
+            lambda ids, pairs, mapped: RoutingConfig(ids, 4 if pairs > 100 else 1, 4, mapped),
+        )
+    shapes = [*MAPPED[:4], (1100, 2, 80, 40), (700, 8, 2000, 1500)]
+    for i, (tokens, top_k, num_ids, experts) in enumerate(shapes):
+        ids = random_expert_ids(tokens, top_k, num_ids, seed=i, dtype=dtype)
+        expert_map = random_expert_map(num_ids, experts, seed=i)
+        want = ops.compute_routing(ids, experts, expert_map)
+        with backend(f"emulated:{arch}", **MODES[i % (4 if dtype == torch.int64 else 3)]):
+            assert_all_same(ops.compute_routing(ids, experts, expert_map), want)
+    clear_plan_cache()
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("expert_map", [None, [1, 0]])
+def test_extreme_int64_ids_are_not_experts(expert_map):
     """Check that ids beyond the int32 range are not taken for experts."""
     info = torch.iinfo(torch.int64)
     ids = torch.tensor([[info.min, info.max], [2**32, 1], [-(2**32), 0]])
-    want = route_in_python(ids, 2)
-    assert_all_same(ops.compute_routing(ids, 2), want)
+    expert_map = expert_map and torch.tensor(expert_map, dtype=I32)
+    want = route_in_python(ids, 2, expert_map)
+    assert_all_same(ops.compute_routing(ids, 2, expert_map), want)
     with backend("emulated:sm_90a"):
-        assert_all_same(ops.compute_routing(ids, 2), want)
+        assert_all_same(ops.compute_routing(ids, 2, expert_map), want)
 
 
 #: (experts, top k, score, renormalize, groups, top groups, factor).

@@ -10,9 +10,16 @@ _MAX_PAIRS_OF_ONE_CTA = 4096
 GatherConfigT = TypeVar("GatherConfigT", bound=GatherConfig)
 
 
-def choose_routing_config(ids: str, pairs: int) -> RoutingConfig:
-    """Return the configuration that sorts ``pairs`` pairs, with expert ids of the dtype ``ids``."""
-    return RoutingConfig(ids, 1 if pairs <= _MAX_PAIRS_OF_ONE_CTA else RoutingConfig.ctas)
+def choose_routing_config(ids: str, pairs: int, *, mapped: bool = False) -> RoutingConfig:
+    """Return the configuration that sorts pairs of a token and an expert.
+
+    Args:
+        ids: Data type of the expert ids.
+        pairs: Number of pairs.
+        mapped: True if a map gives the expert of each id.
+    """
+    ctas = 1 if pairs <= _MAX_PAIRS_OF_ONE_CTA else RoutingConfig.ctas
+    return RoutingConfig(ids, ctas, mapped=mapped)
 
 
 def choose_gather_config(row_bytes: int, config_class: type[GatherConfigT]) -> GatherConfigT:

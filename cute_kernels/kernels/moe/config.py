@@ -14,14 +14,17 @@ class RoutingConfig:
         ids: Data type of the expert ids, ``"int32"`` or ``"int64"``.
         ctas: CTAs of a cluster.
         warps: Warps of a CTA.
+        mapped: True if a map gives the expert of each id.
     """
 
     ids: str = "int64"
     ctas: int = 8
     warps: int = 32
+    mapped: bool = False
 
-    #: The compiled function takes (expert_ids, offs, token, pair, row, top_k). ``expert_ids``,
-    #: ``token``, ``pair``, ``row``: (T * top_k,); ``offs``: (E,). All but the ids are int32.
+    #: The compiled function takes (expert_ids, expert_map, offs, token, pair, row, top_k).
+    #: ``expert_ids``, ``token``, ``pair``, ``row``: (T * top_k,); ``expert_map``: (N,) or None;
+    #: ``offs``: (E,). All but the ids are int32.
     kernel: ClassVar[str] = "cute_kernels.kernels.moe.routing:RoutingKernel"
 
 

@@ -39,6 +39,7 @@ class RoutingKernel:
     def __init__(self, config: RoutingConfig):
         self.ctas, self.warps = config.ctas, config.warps
         self.threads = WARP_SIZE * config.warps
+        self.mapped = config.mapped
         self.window = min(_WINDOW, self.threads)
 
     @staticmethod
@@ -46,8 +47,10 @@ class RoutingKernel:
         """Return stand-ins for the arguments, see ``RoutingConfig.kernel``."""
         pairs = cute.sym_int()
         ids, offs = compact(DSL_TYPES[config.ids], pairs), compact(Int32, cute.sym_int(), align=4)
+        expert_map = compact(Int32, cute.sym_int(), align=4) if config.mapped else None
         return (
             ids,
+            expert_map,
             offs,
             *(compact(Int32, pairs, align=4) for _ in range(3)),
             Int32(1),
@@ -58,6 +61,7 @@ class RoutingKernel:
     def __call__(
         self,
         ids: cute.Tensor,
+        expert_map: cute.Tensor | None,
         offs: cute.Tensor,
         token: cute.Tensor,
         pair: cute.Tensor,
@@ -68,7 +72,7 @@ class RoutingKernel:
         """Launch as many clusters as there is work for, at most ``_CLUSTERS``."""
         rounds = cute.ceil_div(ids.shape[0], self.ctas * self.threads)
         clusters = cutlass.max(1, cutlass.min(rounds, _CLUSTERS))
-        self.kernel(ids, offs, token, pair, row, top_k).launch(
+        self.kernel(ids, expert_map, offs, token, pair, row, top_k).launch(
             grid=[self.ctas * clusters, 1, 1],
             block=[self.threads, 1, 1],
             cluster=[self.ctas, 1, 1],
@@ -79,6 +83,7 @@ class RoutingKernel:
     def kernel(
         self,
         ids: cute.Tensor,
+        expert_map: cute.Tensor | None,
         offs: cute.Tensor,
         token: cute.Tensor,
         pair: cute.Tensor,
@@ -88,7 +93,8 @@ class RoutingKernel:
         """Sort the pairs.
 
         Args:
-            ids: (T * top_k,) int32 or int64 expert of each pair.
+            ids: (T * top_k,) int32 or int64. Id of each pair's expert.
+            expert_map: (N,) int32. Expert of each id, or None if they are equal.
             offs: (E,) int32. Output, the end row of each expert.
             token: (T * top_k,) int32. Output, the token of each row, or -1.
             pair: (T * top_k,) int32. Output, the pair of each row, or -1.
@@ -119,7 +125,7 @@ class RoutingKernel:
                 counts[index] = Int32(0)
                 index += self.threads
             cute.arch.sync_threads()
-            self.count(ids, counts, base, width, run_begin, share_begin, run_end)
+            self.count(ids, expert_map, counts, base, width, run_begin, share_begin, run_end)
             cute.arch.sync_threads()
             cta_count, rows_before, total = Int32(0), Int32(0), Int32(0)
             if tid < self.window:
@@ -160,6 +166,7 @@ class RoutingKernel:
             cute.arch.sync_threads()
             self.place_pairs(
                 ids,
+                expert_map,
                 counts,
                 token,
                 pair,
@@ -180,9 +187,27 @@ class RoutingKernel:
             index += blocks * self.threads
 
     @cute.jit
+    def load_expert(self, ids: cute.Tensor, expert_map: cute.Tensor | None, pair: Int32) -> Any:
+        """Return the expert of a pair: negative, or past the last one, if it has none."""
+        expert = ids[pair]
+        if const_expr(self.mapped):
+            expert = self.map_id(expert, expert_map)
+        return expert
+
+    @cute.jit
+    def map_id(self, expert_id: Any, expert_map: cute.Tensor) -> Int32:
+        """Return the expert of an id, -1 for one outside of the map."""
+        expert = Int32(-1)
+        if expert_id >= 0:
+            if expert_id < expert_map.shape[0]:
+                expert = expert_map[expert_id]
+        return expert
+
+    @cute.jit
     def count(
         self,
         ids: cute.Tensor,
+        expert_map: cute.Tensor | None,
         counts: cute.Tensor,
         base: Int32,
         width: Int32,
@@ -198,7 +223,7 @@ class RoutingKernel:
             for i in range_constexpr(_LOADS):
                 keys[i] = Int32(-1)
                 if start + i * WARP_SIZE < run_end:
-                    local = ids[start + i * WARP_SIZE] - base
+                    local = self.load_expert(ids, expert_map, start + i * WARP_SIZE) - base
                     if local >= 0:
                         if local < width:
                             keys[i] = Int32(local)
@@ -215,6 +240,7 @@ class RoutingKernel:
     def place_pairs(
         self,
         ids: cute.Tensor,
+        expert_map: cute.Tensor | None,
         counts: cute.Tensor,
         token: cute.Tensor,
         pair: cute.Tensor,
@@ -233,7 +259,7 @@ class RoutingKernel:
             # One key for all pairs that are not placed now.
             key = Int32(-1)
             if index < share_end:
-                local = ids[index] - base
+                local = self.load_expert(ids, expert_map, index) - base
                 if local >= 0:
                     if local < width:
                         key = Int32(local)

@@ -1,5 +1,6 @@
 """Kernels of mixtures of experts that are worth compiling ahead of time."""
 
+import itertools
 from collections.abc import Iterator
 
 from cute_kernels.capability import support
@@ -27,8 +28,9 @@ Config = (
 def kernel_specs(arch: str) -> Iterator[Config]:
     """Yield the configurations to compile for the architecture ``arch``."""
     if support("compute_routing", None, arch):
-        for ids in ("int32", "int64"):
-            yield from (RoutingConfig(ids, ctas) for ctas in (1, RoutingConfig.ctas))
+        for ids, mapped in itertools.product(("int32", "int64"), (False, True)):
+            for ctas in (1, RoutingConfig.ctas):
+                yield RoutingConfig(ids, ctas, mapped=mapped)
     if support("moe_route", None, arch):
         for score, grouped in (("softmax", False), ("sigmoid", True)):
             yield RouterConfig(score, per_lane=8 if grouped else 4, biased=grouped, grouped=grouped)

@@ -44,13 +44,16 @@ def compute_routing(op: ComputeRouting, launch: Launcher) -> Runner:
     """Return the runner of ``compute_routing``."""
     if not op.expert_ids.numel():
         return lambda op, outputs: outputs[0].zero_()
-    config = choose_routing_config(dtype_name(op.expert_ids.dtype), op.expert_ids.numel())
+    config = choose_routing_config(
+        dtype_name(op.expert_ids.dtype), op.expert_ids.numel(), mapped=op.expert_map is not None
+    )
     kernel, top_k = launch.kernel(config), op.expert_ids.shape[1]
 
     def run(op: ComputeRouting, outputs: Sequence[Tensor]) -> None:
         """Launch the kernels."""
         offs, token, pair, row = outputs
-        kernel(op.expert_ids.contiguous().view(-1), offs, token, pair, row.view(-1), top_k)
+        ids, expert_map = op.expert_ids.contiguous().view(-1), dense(op.expert_map)
+        kernel(ids, expert_map, offs, token, pair, row.view(-1), top_k)
 
     return run
 

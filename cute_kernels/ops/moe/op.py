@@ -43,6 +43,8 @@ class ComputeRouting(PlainTensorOp):
     Args:
         expert_ids: (T, k) int32 or int64.
         num_experts: E, at least 1.
+        expert_map: (N,) int32. Expert of each id: id i means expert ``expert_map[i]``. An id
+            outside [0, N) and an expert outside [0, E) have no row. None maps each id to itself.
 
     Returns:
         Four int32 tensors. offs (E,): The end row of each expert. token (T * k,): token of each
@@ -54,6 +56,7 @@ class ComputeRouting(PlainTensorOp):
 
     expert_ids: Tensor
     num_experts: int
+    expert_map: Tensor | None = None
 
     name: ClassVar[str] = "compute_routing"
     returns_list: ClassVar[bool] = True
@@ -63,6 +66,9 @@ class ComputeRouting(PlainTensorOp):
         check_tensor("expert_ids", self.expert_ids, dtypes=(torch.int32, torch.int64), ndim=(2,))
         if self.num_experts < 1:
             raise ValueError(f"num_experts must be positive, got {self.num_experts}")
+        if self.expert_map is not None:
+            check_tensor("expert_map", self.expert_map, dtypes=_INT32, ndim=(1,))
+            same_device("expert_ids", self.device, expert_map=self.expert_map)
 
     def outputs(self) -> list[BufferSpec]:
         tokens, top_k = self.expert_ids.shape
@@ -70,7 +76,7 @@ class ComputeRouting(PlainTensorOp):
         return [BufferSpec(shape, torch.int32) for shape in shapes]
 
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
-        reference.compute_routing(self.expert_ids, *outputs)
+        reference.compute_routing(self.expert_ids, self.expert_map, *outputs)
 
 
 def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
