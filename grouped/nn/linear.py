@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ class GroupedLinear(InspectableLayer):
     """
 
     #: (G, N, K), or ``weight0`` ... ``weight{G-1}`` if ``single_parameter`` is False.
-    weight: nn.Parameter
+    weight: nn.Parameter | GroupedTensor
     #: (G, N), or None without a bias. ``bias0`` ... if ``single_parameter`` is False.
     bias: nn.Parameter | None
     #: Name of a process group whose ranks have different rows and replicated DTensor parameters.
@@ -215,6 +215,9 @@ class GroupedLinear(InspectableLayer):
         if self._inspector is not None:
             return self._inspected_call(x, offs, is_first_microbatch)
         return self._call(x, offs, is_first_microbatch)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     @eager_only(INSPECTION_EAGER_ONLY)
     def _inspected_call(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
