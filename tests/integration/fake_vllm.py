@@ -38,7 +38,7 @@ class _Config:
 
 
 class _ModelOptConfig(_Config):
-    """What the plug-in uses of ``ModelOptNvFp4Config``."""
+    """Stands for ``ModelOptNvFp4Config``."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:

@@ -43,6 +43,7 @@ def plain_weights(seed=0, hidden=HIDDEN, intermediate=INTERMEDIATE):
 
 
 def inputs(tokens=9, experts=EXPERTS, hidden=HIDDEN):
+    """Return tokens, routing weights and expert ids."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(tokens, hidden, generator=generator).to(BF16)
     ids = torch.rand(tokens, experts, generator=generator).topk(2).indices.to(torch.int32)
@@ -50,6 +51,7 @@ def inputs(tokens=9, experts=EXPERTS, hidden=HIDDEN):
 
 
 def make_method(engine, layer, scheme, stored=None, has_inputs=True):
+    """Return the method of a layer whose parameters it has created."""
     formats = load_format(SCHEMES[scheme], stored, has_inputs)
     method = engine.method.GroupedExpertsMethod(layer, PREFIX, scheme, formats)
     layer.quant_method = method
@@ -67,10 +69,10 @@ def fill_quantized(layer, layout_name, w13, w2):
     """Fill the parameters of a layout; gate and up have global scales of their own."""
     layout = LAYOUTS[layout_name]
     for name, w, count in (("w13", w13, 2), ("w2", w2, 1)):
-        parts = [layout.stored(quantize_weight(p, layout.fmt)) for p in w.chunk(count, 1)]
+        projections = [layout.stored(quantize_weight(p, layout.fmt)) for p in w.chunk(count, 1)]
         for suffix in layout.suffixes:
             parameter = getattr(layer, name + suffix.replace(".", "_", 1)).data
-            tensors = [part[suffix] for part in parts]
+            tensors = [stored[suffix] for stored in projections]
             if parameter.dim() < 3:
                 value = torch.stack([t.reshape(-1) for t in tensors], 1).view(parameter.shape)
                 parameter.copy_(value)
@@ -84,8 +86,8 @@ def reference(layout_name, w, count):
     from grouped.checkpoint.plain_tensors import reconcile, stack_experts
 
     layout = LAYOUTS[layout_name]
-    parts = [layout.stored(quantize_weight(p, layout.fmt)) for p in w.chunk(count, 1)]
-    stacked = [layout.weight_tensors(*part.values()) for part in parts]
+    projections = [layout.stored(quantize_weight(p, layout.fmt)) for p in w.chunk(count, 1)]
+    stacked = [layout.weight_tensors(*tensors.values()) for tensors in projections]
     experts = [
         reconcile([WeightTensors(*p.expert(e)) for p in stacked], layout.fmt, False)[0]
         for e in range(EXPERTS)
@@ -195,7 +197,7 @@ def test_quantized_checkpoints(engine, layout_name):
         for name, t in want._inner().items():
             assert torch.equal(weight._inner()[name].view(torch.uint8), t.view(torch.uint8)), name
     names = {name for name, _ in layer.named_parameters()}
-    assert names == {f"{w}{n}" for w in ("w13", "w2") for n in want._names}
+    assert names == {weights.buffer_name(w, n) for w in ("w13", "w2") for n in want._names}
 
 
 def test_incomplete_checkpoints_are_refused(engine):
