@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from cute_kernels import ops
 from cute_kernels.formats.activations import Activation, is_gated, parse_activation
@@ -125,6 +127,7 @@ def moe(
         apply_router_weight_on_input,
         num_experts,
     )
+    call.check_types()
     kind = x.device.type
     # Torch 2.11 does not trace torch.amp.is_autocast_available.
     if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -183,29 +186,28 @@ class ExpertsCall(NamedTuple):
         return dict(zip(_TENSORS, (*self[:7], self.expert_map), strict=True))
 
     def run(self) -> Tensor:
-        """Check the arguments and return the result, replayed if gradients are disabled."""
-        self.check_types()
+        """Return the result, replayed if gradients are disabled. Types must be checked before."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.compute()
         return replay_inference(("moe", self.key), self.inputs, self.layers_key(), self.compute)
 
     def run_into(self, out: Tensor) -> Tensor:
-        """Check the arguments, write the result into ``out`` and return it."""
-        self.check_types()
+        """Write the result into ``out`` and return it. Types must be checked before."""
         named = (*self.tensors.items(), ("out", out))
         refuse_derivatives("grouped.moe(out=)", named, "leave out= away")
-        _check_out(out, self.x, self.w2)
         if torch.compiler.is_compiling():
+            _check_out(out, self.x, self.w2)
             return out.copy_(self.compute())
         layers_key, tensors = self.layers_key()
-        (rows, row), _ = replayed(
-            ("rows of moe", self.key, layers_key),
-            [*self.inputs, *tensors],
-            lambda _: (self.compute_rows(), None),
+        # One tensor must not occur twice among the inputs of a replayed function.
+        other = None if out is self.x else out
+        replayed(
+            ("moe into", self.key, layers_key),
+            [*self.inputs, other, *tensors],
+            lambda _: ([self.compute_into(out)], None),
             REPLAYED_TENSOR_TYPES,
         )
-        p = None if self.weights is None or self.weighs_input else self.weights.float()
-        torch.ops.cute_kernels.moe_combine_out(rows, row, p, self.dtype, y=out)
+        increment_version(out)
         return out
 
     def compute(self) -> Tensor:
@@ -223,12 +225,15 @@ class ExpertsCall(NamedTuple):
         index = torch.arange(row.numel(), dtype=torch.int32, device=row.device).view(row.shape)
         return ops.moe_combine(y, index, out_dtype=self.dtype)
 
-    def compute_rows(self) -> tuple[Tensor, Tensor]:
-        """Return the rows h of the second product, and the row of each pair."""
+    def compute_into(self, out: Tensor) -> Tensor:
+        """Write the result into ``out``, without gradients."""
         self.check()
-        x, _, routing, row = self.route()
+        _check_out(out, self.x, self.w2)
+        x, p, routing, row = self.route()
         h = products(x, routing, self.layers(), self.options(x.dtype)).y
-        return h, routing.row if row is None else row
+        index = routing.row if row is None else row
+        torch.ops.cute_kernels.moe_combine_out(h, index, p, self.dtype, y=out)
+        return out
 
     def route(self) -> tuple[Tensor, Tensor | None, Routing, Tensor | None]:
         """Return the tokens, what multiplies their outputs, and their routing.
@@ -264,29 +269,25 @@ class ExpertsCall(NamedTuple):
         return key
 
     def check_types(self) -> None:
-        """Raise what is not known from the metadata of the tensors alone."""
+        """Raise TypeError for wrong types, which no guard of a replay notices."""
+        x, ids, weights, w1, b1, w2, b2, recipe, _, expert_map, *_ = self
+        if (
+            _REQUIRED_TYPES.issuperset(map(type, (x, ids, w1, w2)))
+            and _OPTIONAL_TYPES.issuperset(map(type, (weights, b1, b2, expert_map)))
+            and isinstance(recipe, Recipe)
+            and type(self.interleaved) is type(self.weighs_input) is bool
+            and (self.num_experts is None or type(self.num_experts) is int)
+        ):
+            return
         check_recipe(self.recipe)
         for name, value in self.tensors.items():
             if value is not None or name not in _OPTIONAL:
                 check_is_tensor(name, value)
-        if not (type(self.interleaved) is type(self.weighs_input) is bool):
-            check_kind(
-                bool,
-                interleaved=self.interleaved,
-                apply_router_weight_on_input=self.weighs_input,
-            )
-        if self.num_experts is not None and type(self.num_experts) is not int:
+        check_kind(
+            bool, interleaved=self.interleaved, apply_router_weight_on_input=self.weighs_input
+        )
+        if self.num_experts is not None:
             check_kind(int, num_experts=self.num_experts)
-        if torch.compiler.is_compiling():
-            return
-        if torch._C._functorch.peek_interpreter_stack():
-            raise RuntimeError("grouped.moe has no torch.func transforms")
-        if forward_ad._current_level >= 0:
-            for tensor in self.tensors.values():
-                if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-                    raise RuntimeError(
-                        "grouped.moe has no forward-mode derivative; use reverse mode"
-                    )
 
     def check(self) -> None:
         """Raise for invalid metadata of the tensors. Replayed calls have valid ones."""
@@ -294,6 +295,8 @@ class ExpertsCall(NamedTuple):
         for name, value in tensors.items():
             if is_distributed(value):
                 raise TypeError(f"{name} is a DTensor: pass a rank's part, its to_local()")
+        if not torch.compiler.is_compiling():
+            _refuse_transforms(tensors.values())
         if isinstance(self.x, GroupedTensor):
             raise TypeError("x must be a plain tensor: the recipe says how it is quantized")
         if self.recipe.takes_scales:
@@ -358,8 +361,21 @@ class ExpertsCall(NamedTuple):
 
 #: Names of the tensors of a call.
 _TENSORS = ("x", "expert_ids", "weights", "w1", "b1", "w2", "b2", "expert_map")
+_REQUIRED_TYPES = REPLAYED_TENSOR_TYPES
+_OPTIONAL_TYPES = REPLAYED_TENSOR_TYPES | {type(None)}
 #: Arguments that may be None.
 _OPTIONAL = frozenset({"weights", "expert_map", "b1", "b2"})
+
+
+def _refuse_transforms(tensors: Iterable[Tensor | None]) -> None:
+    """Raise in transforms of ``torch.func``, and for tensors with tangents."""
+    if torch._C._functorch.peek_interpreter_stack():
+        raise RuntimeError("grouped.moe has no torch.func transforms")
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError("grouped.moe has no forward-mode derivative; use reverse mode")
 
 
 def _weigh(x: Tensor, p: Tensor, row: Tensor) -> Tensor:
