@@ -36,7 +36,6 @@ from .experts_forward import (
     key_of_quantized_layers,
     replay_inference,
 )
-from .quantization import activation_text
 
 _BF16 = BF16()
 
@@ -68,6 +67,9 @@ def moe(
     No other pair is computed or contributes, even if its token or its weight is NaN. A token none
     of whose experts are in ``w1`` has an output of zeros.
 
+    The result is deterministic. In BF16, NVFP4RowScaled, MXFP8 and FP8Block, the bits of a token's
+    output depend on no other token. In NVFP4 and FP8Current the tokens of an expert share a scale.
+
     Args:
         x: (T, H) bf16, fp16 or fp32. Under autocast the experts compute in its dtype.
         expert_ids: (T, k) int32 or int64. Experts of each token. An id outside [0, num_experts),
@@ -85,14 +87,14 @@ def moe(
             they alternate, gate first, as in gpt-oss.
         recipe: Formats of the products. The default is BF16. Plain weights are quantized in every
             call if the recipe quantizes. GroupedTensors are used as they are: with bf16 activations
-            under BF16 (W4A16 for NVFP4), else with activations in the recipe's input format. Serve
-            with GroupedTensors: quantize once with ``grouped.quantize``, or by ``grouped.prepare``.
+            under BF16 (W4A16 for NVFP4), else with activations in the recipe's input format. To
+            serve, quantize the weights once, with ``grouped.quantize`` or ``grouped.prepare``.
         num_experts: Number of experts that ids count, over all ranks. The default is the length of
             ``expert_map``, or E. Without a map, ids in [E, num_experts) are experts of other ranks.
         expert_map: (num_experts,) int32. Position in ``w1`` of each expert, or -1 for an expert of
             another rank. None maps each id to itself.
-        apply_router_weight_on_input: True multiplies x by p, in fp32 with one rounding to the dtype
-            of x, instead of the outputs, as Llama 4 does.
+        apply_router_weight_on_input: True multiplies x by p instead of the outputs, as Llama 4
+            does. The product is in fp32, rounded once to the dtype of x.
         out: (T, H) tensor to write the result into, row-major, of any of the dtypes of x. It may be
             ``x``. All rows are written. The result is not differentiable then.
 
@@ -122,7 +124,7 @@ def moe(
         _BF16 if recipe is None else recipe,
         x.dtype if out is None else out.dtype,
         expert_map,
-        activation_text(activation),
+        activation.text if isinstance(activation, Activation) else activation,
         interleaved,
         apply_router_weight_on_input,
         num_experts,
@@ -138,21 +140,13 @@ def moe(
 class ExpertsCall(NamedTuple):
     """The arguments of ``moe``, but ``out``, and the data type of the result.
 
+    Fields without a description are the arguments of that name.
+
     Attributes:
-        x: As in ``moe``.
-        expert_ids: As in ``moe``.
-        weights: As in ``moe``.
-        w1: As in ``moe``.
-        b1: As in ``moe``.
-        w2: As in ``moe``.
-        b2: As in ``moe``.
-        recipe: As in ``moe``.
+        recipe: Recipe of both products.
         dtype: Data type of the result.
-        expert_map: As in ``moe``.
         activation: Text of the activation.
-        interleaved: As in ``moe``.
         weighs_input: True if x is multiplied by the routing weights.
-        num_experts: As in ``moe``.
     """
 
     x: Tensor
@@ -200,10 +194,10 @@ class ExpertsCall(NamedTuple):
             return out.copy_(self.compute())
         layers_key, tensors = self.layers_key()
         # One tensor must not occur twice among the inputs of a replayed function.
-        other = None if out is self.x else out
+        target = None if out is self.x else out
         replayed(
             ("moe into", self.key, layers_key),
-            [*self.inputs, other, *tensors],
+            [*self.inputs, target, *tensors],
             lambda _: ([self.compute_into(out)], None),
             REPLAYED_TENSOR_TYPES,
         )
@@ -275,6 +269,7 @@ class ExpertsCall(NamedTuple):
             _REQUIRED_TYPES.issuperset(map(type, (x, ids, w1, w2)))
             and _OPTIONAL_TYPES.issuperset(map(type, (weights, b1, b2, expert_map)))
             and isinstance(recipe, Recipe)
+            and type(self.activation) is str
             and type(self.interleaved) is type(self.weighs_input) is bool
             and (self.num_experts is None or type(self.num_experts) is int)
         ):
@@ -283,6 +278,11 @@ class ExpertsCall(NamedTuple):
         for name, value in self.tensors.items():
             if value is not None or name not in _OPTIONAL:
                 check_is_tensor(name, value)
+        if not isinstance(self.activation, str):
+            raise TypeError(
+                "activation must be a name such as 'swiglu' or a grouped.Activation, got "
+                f"{self.activation!r}"
+            )
         check_kind(
             bool, interleaved=self.interleaved, apply_router_weight_on_input=self.weighs_input
         )
@@ -325,7 +325,7 @@ class ExpertsCall(NamedTuple):
         if self.weights is not None:
             check_tensor("weights", self.weights, dtypes=INPUT_DTYPES, shape=self.expert_ids.shape)
         check_dtype("out", self.dtype, INPUT_DTYPES)
-        same_device("x", tensors.pop("x").device, **tensors)
+        same_device("x", self.x.device, **tensors)
         self._check_num_experts()
 
     def _check_weights(self, factor: int) -> None:
