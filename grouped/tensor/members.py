@@ -65,6 +65,11 @@ class GroupedMember:
     """One group of m rows: codes, linear scales without padding, and its global scale.
 
     Attributes of a direction that does not exist are None. Scales have the layout of the codes.
+    ``GroupedTensor.member`` makes one.
+
+    Args:
+        fmt: The format.
+        tensors: Tensors by the names of the format's buffers. Missing ones are None.
 
     Attributes:
         codes: (m, K) FP8. For NVFP4 (m, K / 2) uint8, two E2M1 codes per byte, the even column in
