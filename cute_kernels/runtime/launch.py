@@ -23,6 +23,7 @@ class Launcher:
         num_sms: Number of SMs of the device, the size of a persistent grid.
         bandwidth: Peak bytes per second of the device's memory. None for an emulated device.
         arch: Architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
+        target: Target of the compilation.
     """
 
     def __init__(
@@ -37,15 +38,15 @@ class Launcher:
         self.num_sms = num_sms
         self.bandwidth = bandwidth
         self.arch = arch.name
-        self._arch = arch
+        self.target = arch
         self._emulation = emulation
 
     def kernel(self, spec: KernelSpec) -> Callable[..., object]:
         """Return the kernel of ``spec``, compiled if needed. It launches on the current stream."""
-        kernel = compile_kernel(spec, self._arch)
+        kernel = compile_kernel(spec, self.target)
         # A kernel with dynamic scheduling takes a counter as its last argument.
         has_counter = getattr(spec, "uses_dynamic_scheduling", False)
-        if not self._arch.emulated:
+        if not self.target.emulated:
             if not has_counter or self._counters is None:
                 return kernel
             # Look the counter up per launch: a replayed call may run on another stream.

@@ -253,6 +253,16 @@ def check_config(folder: str | Path) -> None:
         _check_modelopt(section)
 
 
+def check_quantization_config(config: dict[str, Any], source: str) -> None:
+    """Raise ValueError for a ``quantization_config`` that ``check_config`` would refuse.
+
+    Args:
+        config: The object in ``config.json``. Its entries may be normalized in place.
+        source: Name of its origin, for messages.
+    """
+    _check_section(_Section(Path(source), "quantization_config", config))
+
+
 def _sections(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield all quantization configs at any depth, with the path of their keys."""
     for key, value in config.items():

@@ -81,6 +81,12 @@ def quantize(
 ) -> tuple[GroupedTensor, Tensor]: ...
 
 
+@overload
+def quantize(
+    x: Tensor, fmt: Format, *, dbias: bool, **options: "Unpack[_Options]"
+) -> GroupedTensor | tuple[GroupedTensor, Tensor]: ...
+
+
 def quantize(
     x: Tensor,
     fmt: Format,

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ class GroupedLinear(InspectableLayer):
     """
 
     #: (G, N, K), or ``weight0`` ... ``weight{G-1}`` if ``single_parameter`` is False.
-    weight: nn.Parameter
+    weight: nn.Parameter | GroupedTensor
     #: (G, N), or None without a bias. ``bias0`` ... if ``single_parameter`` is False.
     bias: nn.Parameter | None
     #: Name of a process group whose ranks have different rows and replicated DTensor parameters.
@@ -216,6 +216,9 @@ class GroupedLinear(InspectableLayer):
             return self._inspected_call(x, offs, is_first_microbatch)
         return self._call(x, offs, is_first_microbatch)
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     @eager_only(INSPECTION_EAGER_ONLY)
     def _inspected_call(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
         """Run ``forward`` with an active inspector."""
@@ -256,7 +259,12 @@ class GroupedLinear(InspectableLayer):
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def rows_and_end_rows(self, x: Tensor, offs: Offsets) -> tuple[Tensor, Tensor]:
-        """Return ``x`` as (T, K) and the end rows of this rank's groups."""
+        """Return ``x`` as (T, K) and the end rows of this rank's groups.
+
+        Args:
+            x: (..., K). Rows sorted by group.
+            offs: (G,) end rows, as in ``forward``.
+        """
         groups = self.num_groups
         if self.single_parameter:
             weight = local(lookup(self, "weight"))
@@ -372,7 +380,11 @@ class GroupedLinear(InspectableLayer):
         self._wgrads.run_oldest(self._has_trainable())
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
-        """Call ``hook`` after each ``backward_dw``. The name is TransformerEngine's."""
+        """Call ``hook`` after each ``backward_dw``. The name is TransformerEngine's.
+
+        Args:
+            hook: Function without arguments.
+        """
         self._wgrads.hooks.append(hook)
 
     def _cached_or_new(
@@ -440,7 +452,11 @@ class GroupedLinear(InspectableLayer):
         )
 
     def train(self, mode: bool = True) -> "GroupedLinear":
-        """Set the mode and drop a cached weight: see ``forward``."""
+        """Set the mode and drop a cached weight: see ``forward``.
+
+        Args:
+            mode: True for training, False for evaluation.
+        """
         self._cached_weight = None
         super().train(mode)
         return self

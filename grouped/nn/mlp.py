@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -178,6 +178,9 @@ class GroupedMLP(nn.Module):
         hidden = activate(rows, self.activation.text, end_rows, self.interleaved)
         hidden = hidden.view(*z.shape[:-1], hidden.shape[1])
         return self.down(hidden, end_rows, is_first_microbatch=is_first_microbatch)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _run_exchange(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
         """Send sorted rows to the ranks of their experts, as tokens with one expert each."""

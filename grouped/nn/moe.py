@@ -1,7 +1,7 @@
 """``MoE``: a mixture of experts, from tokens to tokens."""
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -185,6 +185,36 @@ class MoE(nn.Module):
             if module is not None:
                 module.reset_parameters()
 
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        losses: Literal[False] = ...,
+        num_tokens: Tensor | None = ...,
+        is_first_microbatch: bool | None = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        losses: Literal[True],
+        num_tokens: Tensor | None = ...,
+        is_first_microbatch: bool | None = ...,
+    ) -> tuple[Tensor, MoELosses]: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        losses: bool,
+        num_tokens: Tensor | None = ...,
+        is_first_microbatch: bool | None = ...,
+    ) -> Tensor | tuple[Tensor, MoELosses]: ...
+
     def forward(
         self,
         x: Tensor,
@@ -252,6 +282,7 @@ class MoE(nn.Module):
         def compute_shared() -> Tensor | None:
             if self.shared is None:
                 return None
+            assert end_rows is not None
             return self.shared(rows, end_rows, is_first_microbatch=is_first_microbatch)
 
         options = self._experts_options(x.dtype)
@@ -262,6 +293,9 @@ class MoE(nn.Module):
             y = y + shared_output.to(y.dtype)
         y = y if x.dim() == 2 else y.view(x.shape)
         return (y, self.router.losses(routed, routing.offs, is_valid)) if losses else y
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _experts_options(self, dtype: torch.dtype) -> ExpertsOptions:
         mlp = self._router_and_experts[1]

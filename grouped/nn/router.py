@@ -233,6 +233,9 @@ class Router(nn.Module):
             weights, ids, scores, logits, _ = _route(x, weight, bias, selection_bias, end, options)
         return RouterOutput(ids, weights, scores, logits)
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def losses(self, choice: RouterOutput, offs: Tensor, live: Tensor | None = None) -> MoELosses:
         """Return the losses of a routing.
 

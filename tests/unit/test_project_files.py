@@ -78,3 +78,18 @@ def test_links_and_paths_of_documents_exist(name):
     missing = [target for target in links if not (path.parent / target).exists()]
     missing += [target for target in PATH.findall(text) if not (ROOT / target).exists()]
     assert not missing
+
+
+def test_documents_name_the_markers_that_exist():
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    lines = settings.partition("\nmarkers = [")[2].partition("\n]")[0]
+    markers = set(re.findall(r'^ *"(\w+):', lines, re.MULTILINE))
+    readme = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("\n## Markers")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == markers
+    testing = (ROOT / "docs" / "develop" / "testing.md").read_text(encoding="utf-8")
+    for text in (readme, testing, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")):
+        expressions = re.findall(r'pytest -m ("[^"]+"|\w+)', text)
+        assert expressions
+        names = set(re.findall(r"\w+", " ".join(expressions))) - {"and", "or", "not"}
+        assert names <= markers

@@ -1,0 +1,49 @@
+"""Registration of the schemes as quantization methods of vLLM."""
+
+import logging
+
+from ...recipes import Recipe, check_recipe
+from .schemes import SCHEMES, Scheme
+
+
+def register(**more: Recipe) -> tuple[str, ...]:
+    """Add the schemes to vLLM's quantization methods: those of ``SCHEMES`` and the arguments.
+
+    vLLM calls this function in each of its processes. Call it yourself only to add recipes, from a
+    plug-in of your own, so that it runs in each process too.
+
+    Args:
+        more: Further recipes by the value of ``--quantization``.
+
+    Returns:
+        All names that ``--quantization`` now accepts.
+
+    Raises:
+        ImportError: vLLM is missing, or lacks a symbol that the plug-in uses.
+        TypeError: A value is not a recipe.
+        ValueError: vLLM has a method of that name, or a recipe uses delayed scaling.
+    """
+    from . import config
+    from .symbols import QUANTIZATION_METHODS
+
+    for name, recipe in more.items():
+        check_recipe(recipe)
+        if name not in SCHEMES and name in QUANTIZATION_METHODS:
+            raise ValueError(f"{name} is a quantization method of vLLM: choose another name")
+        if recipe.takes_scales:
+            raise ValueError(
+                f"{name}: {recipe} has scales that last from step to step, which a server does "
+                "not have: use FP8Current"
+            )
+        SCHEMES[name] = Scheme(name, recipe, recipe.weight)
+    for scheme in SCHEMES.values():
+        config.register_scheme(scheme)
+    return tuple(SCHEMES)
+
+
+def load_plugin() -> None:
+    """Register the schemes, or warn: vLLM calls this function when it starts, whoever uses it."""
+    try:
+        register()
+    except ImportError as error:
+        logging.getLogger("vllm.grouped").warning("--quantization grouped is off: %s", error)

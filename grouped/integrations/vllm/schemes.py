@@ -1,0 +1,106 @@
+"""Schemes: the values of ``--quantization`` that serve experts on grouped kernels."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from cute_kernels.formats import NVFP4, Format, FP8Block
+
+from ... import recipes
+from ...checkpoint.layouts import LAYOUTS, Layout
+from ...recipes import Recipe
+
+
+class Scheme(NamedTuple):
+    """Formats of the experts' operands.
+
+    Attributes:
+        name: Value of ``--quantization``.
+        recipe: Recipe of the products; it decides the format of the activations. None takes the
+            recipe that the checkpoint asks for, which is ``BF16`` for a plain checkpoint.
+        weight: Format that plain weights are quantized to. None leaves them plain.
+    """
+
+    name: str
+    recipe: Recipe | None
+    weight: Format | None
+
+
+class LoadedFormat(NamedTuple):
+    """Formats of a layer's experts after a scheme has met a checkpoint.
+
+    Attributes:
+        recipe: Recipe of the products.
+        weight: Format of the weights in memory. None if they stay plain.
+        layout: Layout of quantized weights in the checkpoint. None if they are plain there.
+    """
+
+    recipe: Recipe
+    weight: Format | None
+    layout: Layout | None
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """True if the output of a token does not depend on the other tokens of the batch."""
+        activation = self.recipe.input
+        level = None if activation is None else activation.global_scale
+        return level is None or level.per == "row"
+
+
+def _recipe_scheme(name: str, recipe: Recipe) -> Scheme:
+    """Return the scheme whose weights have the format of the recipe."""
+    return Scheme(name, recipe, recipe.weight)
+
+
+_FP8_WEIGHT = FP8Block(block=(128, 128))
+
+#: Schemes by name. ``register`` adds to them.
+SCHEMES: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("grouped", None, None),
+        _recipe_scheme("grouped_bf16", recipes.BF16()),
+        Scheme("grouped_w4a16", recipes.BF16(), NVFP4()),
+        Scheme("grouped_w8a16", recipes.BF16(), _FP8_WEIGHT),
+        Scheme("grouped_w4a8", recipes.FP8Block(), NVFP4()),
+        _recipe_scheme("grouped_nvfp4", recipes.NVFP4()),
+        _recipe_scheme("grouped_nvfp4_row_scaled", recipes.NVFP4RowScaled()),
+        _recipe_scheme("grouped_fp8_block", recipes.FP8Block()),
+        _recipe_scheme("grouped_fp8_current", recipes.FP8Current()),
+        _recipe_scheme("grouped_mxfp8", recipes.MXFP8()),
+    )
+}
+
+#: For each layout of a checkpoint: the recipe if it asks for quantized activations, and if not.
+_RECIPES: Mapping[str, tuple[Recipe, Recipe]] = {
+    "modelopt": (recipes.NVFP4RowScaled(), recipes.BF16()),
+    "compressed-tensors": (recipes.NVFP4RowScaled(), recipes.BF16()),
+    "deepseek": (recipes.FP8Block(), recipes.FP8Block()),
+    "fp8-block": (recipes.FP8Block(), recipes.BF16()),
+}
+
+
+def load_format(scheme: Scheme, layout_name: str | None, has_inputs: bool) -> LoadedFormat:
+    """Return the formats of experts that a checkpoint stores in a layout.
+
+    Args:
+        scheme: The scheme that the user chose.
+        layout_name: Name of the layout in ``LAYOUTS``. None for plain weights.
+        has_inputs: True if the checkpoint asks for quantized activations.
+
+    Raises:
+        ValueError: The scheme has weights of another kind than the checkpoint.
+    """
+    if layout_name is None:
+        return LoadedFormat(scheme.recipe or recipes.BF16(), scheme.weight, None)
+    layout = LAYOUTS[layout_name]
+    if scheme.recipe is None:
+        quantized, plain = _RECIPES[layout_name]
+        return LoadedFormat(quantized if has_inputs else plain, layout.fmt, layout)
+    if type(scheme.weight) is not type(layout.fmt):
+        names = [s.name for s in SCHEMES.values() if type(s.weight) is type(layout.fmt)]
+        weight = "plain weights" if scheme.weight is None else f"weights in {scheme.weight}"
+        raise ValueError(
+            f"--quantization {scheme.name} has {weight}, but the experts of this checkpoint are "
+            f"{layout.fmt}: use --quantization grouped, or one of {', '.join(names)}"
+        )
+    return LoadedFormat(scheme.recipe, layout.fmt, layout)
