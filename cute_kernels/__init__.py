@@ -21,6 +21,7 @@ if importlib.util.find_spec("torch") is not None:
 
     from .capability import support
     from .layout.prepack import prepack, unpack
+    from .layout.shapes import scale_offset
     from .records import UnsupportedError
     from .runtime.aot import precompile
     from .runtime.backend import Backend, active_backend, backend
@@ -34,6 +35,7 @@ if importlib.util.find_spec("torch") is not None:
         "ops",
         "precompile",
         "prepack",
+        "scale_offset",
         "support",
         "unpack",
     ]

@@ -132,7 +132,11 @@ class AdamW(Optimizer):
                 self._note_version(p)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as PyTorch's optimizers do; raises like the constructor."""
+        """Add a group of parameters, as PyTorch's optimizers do; raises like the constructor.
+
+        Args:
+            param_group: Parameters (``"params"``), and options that differ from the defaults.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -277,6 +281,9 @@ class AdamW(Optimizer):
 
         Masters and moments stay in fp32. A parameter whose state has no master keeps its present
         master. The parameters are loaded by the module, not here.
+
+        Args:
+            state_dict: Result of ``state_dict()``.
 
         Raises:
             ValueError: The shape of a state differs from that of its parameter.

@@ -233,7 +233,11 @@ def _option(default: Any) -> Any:
 @suggest_arguments
 @dataclass(frozen=True)
 class BF16(_Named):
-    """Plain operands in bf16."""
+    """Plain operands in bf16.
+
+    Args:
+        propagate_nonfinite: See ``Recipe``. Products in bf16 propagate infinities and NaN anyway.
+    """
 
     def _roles(self) -> tuple[None, None, None]:
         return None, None, None

@@ -357,6 +357,10 @@ def call(function: Any, *args: Any) -> Any:
     the emulator, by ``install`` or by its linker, and ``load_ptx`` must have loaded its PTX and
     cubin.
 
+    Args:
+        function: Function of the module.
+        args: Arguments of the function. Tensors are on the CPU.
+
     Raises:
         EmulatorError: The kernel failed, or a tensor is not on the CPU.
     """

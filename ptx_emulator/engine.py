@@ -367,6 +367,9 @@ def watch(*tensors: Any) -> None:
     Other global memory is then out of bounds, except for kernels' own parameters and constants. If
     nothing is watched, kernels may access all memory. Watching a tensor watches its whole storage;
     keep the tensor alive until ``unwatch``. This applies to kernels of all threads.
+
+    Args:
+        tensors: CPU tensors or NumPy arrays.
     """
     with exclusive() as lib:
         for t in tensors:

@@ -11,6 +11,13 @@ from typing import Literal, NamedTuple, TypeVar
 
 from ..records import Record, UnsupportedError, check_choice, check_kind, read, suggest_arguments
 
+__all__ = ["ACTIVATIONS", "CURVES", "Activation", "Curve", "parse_activation"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _hex = float.fromhex
 
 
@@ -134,7 +141,11 @@ class Activation(Record):
         return curve is not None and curve.is_clamped
 
     def width(self, columns: int) -> int:
-        """Return the number of columns of the result for an input with ``columns`` columns."""
+        """Return the number of columns of the result.
+
+        Args:
+            columns: Number of columns of the input, with both halves of a gated activation.
+        """
         return columns // 2 if self.is_gated else columns
 
 
@@ -187,6 +198,9 @@ def is_gated(text: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def parse_activation(text: str) -> Activation:
     """Return the record with a text, such as ``"clamped_swiglu:limit=5.0"``.
+
+    Args:
+        text: Name of the activation, and the parameters that differ from their defaults.
 
     Raises:
         ValueError: There is no such activation, parameter or value; or the record has another text,

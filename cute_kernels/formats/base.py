@@ -46,11 +46,19 @@ class ElementType:
         return self.dtype.is_floating_point
 
     def count(self, width: int) -> int:
-        """Return the number of elements in a row of ``width`` entries of the storage dtype."""
+        """Return the number of elements in a row of a buffer.
+
+        Args:
+            width: Number of entries of ``dtype`` in the row.
+        """
         return width * self.dtype.itemsize * 8 // self.bits
 
     def width(self, count: int) -> int:
-        """Return the number of entries of the storage dtype that ``count`` elements take."""
+        """Return the number of entries of ``dtype`` that a row takes.
+
+        Args:
+            count: Number of elements in the row.
+        """
         return -(-count * self.bits // (self.dtype.itemsize * 8))
 
 
@@ -215,7 +223,11 @@ class Format(Record, abc.ABC):
         return scale and dataclasses.replace(scale, per="group")
 
     def global_scale_for(self, columnwise: bool) -> GlobalScale | None:
-        """Return the global scale of one direction, or None if the format has none."""
+        """Return the global scale of one direction, or None if the format has none.
+
+        Args:
+            columnwise: True for the columnwise copy, False for the rowwise one.
+        """
         return self._global_scales[1 if columnwise else 0]
 
     @property
@@ -280,6 +292,9 @@ class Format(Record, abc.ABC):
         """Return an equivalent record that keeps only what matters for one direction.
 
         Formats whose copies have equal bytes then share a kernel.
+
+        Args:
+            columnwise: True for the columnwise copy, False for the rowwise one.
         """
         return self
 
@@ -313,11 +328,18 @@ class Format(Record, abc.ABC):
         """Return the names of one direction's buffers: codes, block scales, global-scale vectors.
 
         Names of the columnwise copy end in ``_t``, except for vectors that both directions share.
+
+        Args:
+            columnwise: True for the columnwise copy, False for the rowwise one.
         """
         return self._buffer_names[1 if columnwise else 0]
 
     def operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        """Return the names of the buffers that decoding reads. It reads one of the global scale."""
+        """Return the names of the buffers that decoding reads. It reads one of the global scale.
+
+        Args:
+            columnwise: True for the columnwise copy, False for the rowwise one.
+        """
         return self._operand_names[1 if columnwise else 0]
 
 
@@ -366,6 +388,10 @@ def record(cls: FormatClass) -> FormatClass:
 @functools.lru_cache(maxsize=256)
 def parse(text: str) -> Format:
     """Return the record whose ``Format.text`` is ``text``.
+
+    Args:
+        text: Text such as ``"nvfp4:row_scaled"``: the name of the format and the fields that
+            differ from their defaults.
 
     Raises:
         ValueError: There is no such format, field or value; or the record has another text,

@@ -122,7 +122,11 @@ class NVFP4(Format):
         return dataclasses.replace(reset, **fields)  # type: ignore
 
     def for_direction(self, columnwise: bool) -> "NVFP4":
-        """See ``Format``: only rows are row-scaled, and only columns are transformed."""
+        """Return an equivalent record: only rows are row-scaled, only columns are transformed.
+
+        Args:
+            columnwise: True for the columnwise copy, False for the rowwise one.
+        """
         name = "row_scaled" if columnwise else "hadamard"
         return dataclasses.replace(self, **{name: False}) if getattr(self, name) else self  # type: ignore[arg-type]
 

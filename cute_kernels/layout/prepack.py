@@ -38,7 +38,18 @@ def prepack(codes: Tensor) -> Tensor:
 
 
 def unpack(codes: Tensor) -> Tensor:
-    """Undo ``prepack``. Arguments and errors are the same."""
+    """Undo ``prepack``.
+
+    Args:
+        codes: (..., K / 2) uint8, a result of ``prepack``.
+
+    Returns:
+        A tensor of the same shape and strides.
+
+    Raises:
+        TypeError: The codes are not uint8.
+        ValueError: The rows are not whole blocks, or not contiguous.
+    """
     return _reorder(codes, PREPACKED_BITS, _CANONICAL_BITS)
 
 

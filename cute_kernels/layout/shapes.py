@@ -35,6 +35,25 @@ def row_in_tile(row: T) -> T:
     return ((row & 31) << 4) + (row >> 3 & 12)  # type: ignore
 
 
+def scale_offset(row: T, block: T, num_tiles: T) -> T:
+    """Return the byte of a block scale in a buffer of 128x4 tiles, (tiles of rows, num_tiles, 512).
+
+    The buffers are the scales of NVFP4 and MXFP8. Numbers may be integers or integer tensors, which
+    are broadcast.
+
+    Args:
+        row: Slot row in a rowwise copy. Column of the values in a columnwise copy.
+        block: Index of the block, along K in a rowwise copy. Along the slot rows in a columnwise
+            copy.
+        num_tiles: Number of tiles along the blocks: the size of the second to last dimension.
+
+    Returns:
+        Index into the flattened buffer. A uniform tensor has one such buffer per group.
+    """
+    tile = row // SF_TILE_ROWS * num_tiles + block // SF_TILE_COLS  # type: ignore
+    return tile * SF_TILE_BYTES + row_in_tile(row) + block % SF_TILE_COLS  # type: ignore
+
+
 def ceil_div(a: int, b: int) -> int:
     """Return ``a / b`` rounded up."""
     return (a + b - 1) // b

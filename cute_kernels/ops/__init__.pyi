@@ -419,8 +419,21 @@ def m_grouped_gemm_activate(
     ``out_dtype`` before the activation.
 
     Args:
-        a: As for ``m_grouped_gemm``, and so are all arguments up to ``accumulation``.
+        a: As for ``m_grouped_gemm``.
         b: (G, N, K), or (G, 2 N, K) for a gated activation, whose rows are halves [A | B].
+        offs: (G,) int32. End rows.
+        bias: (G, N), or (G, 2 N) for a gated activation. Added in fp32.
+        alpha: (G,) fp32. Factors.
+        transpose_b: Must be False.
+        out_dtype: As for ``m_grouped_gemm``.
+        a_scales: As for ``m_grouped_gemm``.
+        b_scales: As for ``m_grouped_gemm``.
+        a_format: As for ``m_grouped_gemm``.
+        b_format: As for ``m_grouped_gemm``.
+        prepacked: As for ``m_grouped_gemm``.
+        accumulation: As for ``m_grouped_gemm``.
+        rows: As for ``m_grouped_gemm``.
+        inverse: As for ``m_grouped_gemm``.
         epilogue: Text of the activation, as for ``moe_activate``.
         interleaved: Rows of ``b`` (and of ``bias``) for the two inputs of a gated activation
             alternate, A first.
@@ -463,13 +476,22 @@ def m_grouped_quantize_gemm(
 
     The result has the bits of the two ops. The tensor cores of sm_90a multiply fp16, so there the
     NVFP4 A never exists as codes: the quantizer writes code times block scale, which is the operand
-    of the GEMM. Other arguments are those of ``m_grouped_gemm`` with a quantized ``b``.
+    of the GEMM.
 
     Args:
         a: (T, K), bf16, fp16 or fp32.
+        b: Codes of a uniform tensor, as for ``m_grouped_gemm``.
+        offs: (G,) int32. End rows.
+        b_scales: As for ``m_grouped_gemm``.
         a_format: Text of the format to which ``a`` is quantized.
+        b_format: Text of the format of ``b``.
+        bias: (G, N). Added in fp32.
+        alpha: (G,) fp32. Factors.
+        transpose_b: As for ``m_grouped_gemm``.
         out_dtype: bf16, fp16 or fp32; bf16 by default, as in the second of the two ops.
+        prepacked: As for ``m_grouped_gemm``.
         seed: As for ``grouped_quantize``.
+        accumulation: As for ``m_grouped_gemm``.
         activation: Activation of ``a``, as for ``grouped_quantize``: ``a`` is (T, 2K) if it is
             gated.
         rows: (R,) int32. Rows of ``a``, as for ``grouped_quantize``. Then the product has R rows.
@@ -509,8 +531,27 @@ def m_grouped_quantize_gemm_activate(
     """Compute ``grouped_quantize`` of ``a`` and ``m_grouped_gemm_activate`` in one op.
 
     Args:
-        a: See ``m_grouped_quantize_gemm``, also for all other arguments up to ``inverse``.
-        epilogue: See ``m_grouped_gemm_activate``, also for all arguments after it.
+        a: As for ``m_grouped_quantize_gemm``.
+        b: As for ``m_grouped_gemm_activate``.
+        offs: (G,) int32. End rows.
+        b_scales: As for ``m_grouped_quantize_gemm``.
+        a_format: As for ``m_grouped_quantize_gemm``.
+        b_format: As for ``m_grouped_quantize_gemm``.
+        bias: As for ``m_grouped_gemm_activate``.
+        alpha: (G,) fp32. Factors.
+        transpose_b: Must be False.
+        out_dtype: As for ``m_grouped_quantize_gemm``.
+        prepacked: As for ``m_grouped_quantize_gemm``.
+        seed: As for ``m_grouped_quantize_gemm``.
+        accumulation: As for ``m_grouped_quantize_gemm``.
+        activation: As for ``m_grouped_quantize_gemm``.
+        rows: As for ``m_grouped_quantize_gemm``.
+        inverse: As for ``m_grouped_quantize_gemm``.
+        epilogue: As for ``m_grouped_gemm_activate``.
+        interleaved: As for ``m_grouped_gemm_activate``.
+        keeps_z: As for ``m_grouped_gemm_activate``.
+        quantize_to: As for ``m_grouped_gemm_activate``.
+        amax: As for ``m_grouped_gemm_activate``.
 
     Returns:
         As for ``m_grouped_gemm_activate``.

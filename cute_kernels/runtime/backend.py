@@ -185,6 +185,9 @@ def chosen_backend() -> Choice:
 def active_backend(device: torch.device) -> Backend:
     """Return the backend for tensors on ``device``.
 
+    Args:
+        device: Device of the tensors, such as ``torch.device("cpu")``.
+
     Raises:
         ValueError: ``CUTE_KERNELS_BACKEND`` is not one of ``BACKENDS``.
         UnsupportedError: No backend supports this device.

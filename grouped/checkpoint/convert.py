@@ -286,7 +286,11 @@ def report(noise: Sequence[tuple[str, str, int, float]], title: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
+    """Run the command and return its exit status.
+
+    Args:
+        arguments: Arguments of the command. None takes those of the process.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m grouped.convert", description=__doc__.split("\n")[0]
     )

@@ -48,7 +48,17 @@ class PresortedRouting(NamedTuple):
 def compute_routing(
     expert_ids: Tensor, num_experts: int, expert_map: Tensor | None = None
 ) -> Routing:
-    """Sort tokens by expert: ``torch.ops.cute_kernels.compute_routing``."""
+    """Sort tokens by expert: ``torch.ops.cute_kernels.compute_routing``.
+
+    Args:
+        expert_ids: (T, k) int32 or int64. The experts of each token. An id outside [0, E), such as
+            -1, has no row.
+        num_experts: E, at least 1.
+        expert_map: (N,) int32. Expert of each id, as for the op. None maps each id to itself.
+
+    Returns:
+        End rows of the experts, and the index of rows, tokens and pairs, on the device.
+    """
     check_is_tensor("expert_ids", expert_ids)
     if torch.compiler.is_compiling():
         return Routing(*ops.compute_routing(expert_ids, num_experts, expert_map))

@@ -43,7 +43,14 @@ def inspect_quantization(
     layers: Sequence[str] | None = None,
     roles: Sequence[str] = _ROLES,
 ) -> "QuantizationInspector":
-    """Return a ``QuantizationInspector`` of the grouped layers of a model."""
+    """Return a ``QuantizationInspector`` of the grouped layers of a model.
+
+    Args:
+        model: Module that holds the layers, and names them.
+        every: Inspect one of so many steps, the first of them.
+        layers: Names of layers, or shell patterns such as ``"*.down"``. None for all.
+        roles: Operands to inspect, of ``input``, ``weight`` and ``grad_output``.
+    """
     return QuantizationInspector(model, every=every, layers=layers, roles=roles)
 
 
@@ -230,7 +237,11 @@ class QuantizationInspector:
         ]
 
     def table(self, step: int | None = None) -> str:
-        """Return ``summary`` as text, one line for each layer, role and direction."""
+        """Return ``summary`` as text, one line for each layer, role and direction.
+
+        Args:
+            step: Number of the step. None for the last one that was inspected.
+        """
         head = ["layer", "role", "direction", "format", "snr dB", "worst", "saturated %"]
         head += ["underflow %", "amax", "nonfinite", "load", "idle"]
         lines = aligned([head, *map(_line, self.summary(step))], head.index("snr dB"))

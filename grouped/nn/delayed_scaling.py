@@ -103,11 +103,19 @@ class DelayedScaling(nn.Module):
         return 0.0 if self.recipe.initial_scale == "current" else 1.0
 
     def scale(self, role: str) -> Tensor:
-        """Return the (G,) fp32 factors of a role. A group without a factor has 0."""
+        """Return the (G,) fp32 factors of a role. A group without a factor has 0.
+
+        Args:
+            role: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        """
         return getattr(self, f"{role}_scale")
 
     def amax_history(self, role: str) -> Tensor:
-        """Return the amaxes (L, G) of a role. Row 0 is the current step, row L - 1 the newest."""
+        """Return the amaxes (L, G) of a role. Row 0 is the current step, row L - 1 the newest.
+
+        Args:
+            role: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        """
         return getattr(self, f"{role}_amax_history")
 
     @torch.no_grad()
@@ -203,7 +211,11 @@ class DelayedScaling(nn.Module):
         return Scaling(scales, [self.amax_history(role)[0] for role in ROLES], self._may_be_zero)
 
     def begin(self, is_first_microbatch: bool | None) -> None:
-        """Update the scales if a call of the layer is the first of a step."""
+        """Update the scales if a call of the layer is the first of a step.
+
+        Args:
+            is_first_microbatch: Argument of the call. False says that it is not the first.
+        """
         if is_first_microbatch is not False and self._records_amaxes() and not _is_recomputed():
             self.update()
 

@@ -259,7 +259,12 @@ class GroupedLinear(InspectableLayer):
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def rows_and_end_rows(self, x: Tensor, offs: Offsets) -> tuple[Tensor, Tensor]:
-        """Return ``x`` as (T, K) and the end rows of this rank's groups."""
+        """Return ``x`` as (T, K) and the end rows of this rank's groups.
+
+        Args:
+            x: (..., K). Rows sorted by group.
+            offs: (G,) end rows, as in ``forward``.
+        """
         groups = self.num_groups
         if self.single_parameter:
             weight = local(lookup(self, "weight"))
@@ -375,7 +380,11 @@ class GroupedLinear(InspectableLayer):
         self._wgrads.run_oldest(self._has_trainable())
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
-        """Call ``hook`` after each ``backward_dw``. The name is TransformerEngine's."""
+        """Call ``hook`` after each ``backward_dw``. The name is TransformerEngine's.
+
+        Args:
+            hook: Function without arguments.
+        """
         self._wgrads.hooks.append(hook)
 
     def _cached_or_new(
@@ -443,7 +452,11 @@ class GroupedLinear(InspectableLayer):
         )
 
     def train(self, mode: bool = True) -> "GroupedLinear":
-        """Set the mode and drop a cached weight: see ``forward``."""
+        """Set the mode and drop a cached weight: see ``forward``.
+
+        Args:
+            mode: True for training, False for evaluation.
+        """
         self._cached_weight = None
         super().train(mode)
         return self

@@ -139,7 +139,12 @@ class Exchange:
         return _Combine.apply(h, in_flight, p.detach(), source_token, plan, options.dtype, self)
 
     def plan(self, routing: Routing, p: Tensor) -> DispatchPlan:
-        """Plan the exchange. Without a capacity, the ranks tell each other their row counts."""
+        """Plan the exchange. Without a capacity, the ranks tell each other their row counts.
+
+        Args:
+            routing: Routing of this rank's T tokens to all E experts.
+            p: (T, k) fp32. The routing weights.
+        """
         num_experts, num_local = self.num_experts, self.num_experts // self.ranks
         row, offs = routing.row, routing.offs
         expert = torch.searchsorted(offs, row.masked_fill(row < 0, _INT32_MAX), right=True)

@@ -201,6 +201,10 @@ class ExpertTensorParallel(_ExpertStyle):
     the ranks are added in fp32 and rounded once. Gradients of tokens are rounded on each rank,
     added in fp32 and rounded again.
 
+    Args:
+        mesh: A mesh of one dimension; None takes that of ``parallelize_module``.
+        replicate: As in ``ExpertParallel``.
+
     Raises:
         TypeError: The module is not a MoE or GroupedMLP.
         ValueError: The ranks do not divide I into multiples that the recipe allows, the experts

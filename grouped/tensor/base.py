@@ -178,7 +178,11 @@ class GroupedTensorBase(Tensor):
 
     @property
     def amax(self) -> Tensor | None:  # type: ignore[override]
-        """Amaxes of the rowwise copy, or of the columnwise one, or None if the format has none."""
+        """Amaxes of the rowwise copy, or of the columnwise one, or None if the format has none.
+
+        (G,) fp32, or one per row if row-scaled. The global scales follow from them. The name hides
+        the method ``torch.Tensor.amax``: call ``dequantize().amax()`` for that reduction.
+        """
         copy = self.rowwise or self.columnwise
         return getattr(copy, "amax", None)
 

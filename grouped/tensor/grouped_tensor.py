@@ -281,6 +281,15 @@ class GroupedTensor(GroupedTensorBase):
     ) -> tuple[tuple[Tensor, ...], None]:
         """Return what FSDP2 gathers of this shard: codes, scales and amaxes as they are.
 
+        FSDP2 calls it.
+
+        Args:
+            mesh: Mesh of the ranks that have shards.
+            outer_size: Shape of the whole parameter, (G, N, K).
+            outer_stride: Not used.
+            module: Not used.
+            mp_policy: Not used.
+
         Raises:
             ValueError: The number of groups is not a multiple of the size of the mesh.
         """
@@ -296,7 +305,13 @@ class GroupedTensor(GroupedTensorBase):
     ) -> tuple[GroupedTensor, tuple[Tensor, ...]] | None:
         """Return the parameter of all groups around the tensors that FSDP2 gathered.
 
-        Its gradient has ``param_dtype``, like that of plain parameters.
+        FSDP2 calls it.
+
+        Args:
+            outputs: Gathered tensors, in the order of ``fsdp_pre_all_gather``.
+            metadata: Not used.
+            param_dtype: Dtype of the parameter and of its gradient.
+            out: Parameter around memory that FSDP2 has filled again, or None the first time.
         """
         # FSDP gathers into the same memory again, which the tensors of ``out`` view.
         if out is not None:

@@ -65,6 +65,11 @@ class GroupedMember:
     """One group of m rows: codes, linear scales without padding, and its global scale.
 
     Attributes of a direction that does not exist are None. Scales have the layout of the codes.
+    ``GroupedTensor.member`` makes one.
+
+    Args:
+        fmt: The format.
+        tensors: Tensors by the names of the format's buffers. Missing ones are None.
 
     Attributes:
         codes: (m, K) FP8. For NVFP4 (m, K / 2) uint8, two E2M1 codes per byte, the even column in
@@ -74,7 +79,8 @@ class GroupedMember:
         amax: Fp32 scalar for NVFP4 and FP8, or (m,) if row-scaled.
         scale: Fp32 scalar for FP8. The elements were multiplied by it.
         scale_inv: Fp32 scalar for FP8. Decoding multiplies the codes by it.
-        codes_t: (K, m) FP8. For NVFP4 (K, ceil(m / 2)) uint8. For MXFP8 (m, K) FP8. In a
+        codes_t: (K, m) FP8. For NVFP4 (K, ceil(m / 2)) uint8. For MXFP8 (m, K) FP8, not transposed
+            despite the name, since the tensor cores of sm_100a read FP8 in both orders. In a
             transformed copy the m rows are spread over whole blocks.
         scales_t: (K, ceil(m / 16)). Float8_e4m3fn for NVFP4, (ceil(m / 32), K) uint8 for MXFP8, (K,
             ceil(m / 128)) fp32 for FP8Block, or (ceil(K / 128), ceil(m / 128)).

@@ -68,3 +68,13 @@ def test_any_end_rows_stay_inside_the_buffers(offs, rows):
 def test_row_positions_in_a_scale_tile_match_the_reference():
     tile = tile_scales(torch.arange(512).view(128, 4)).flatten()
     assert all(tile[shapes.row_in_tile(row)] == row % 128 * 4 for row in range(256))
+
+
+def test_scale_offsets_match_the_reference():
+    """Check offsets of integers and of tensors against the tiles that the reference lays out."""
+    linear = torch.arange(256 * 8).view(256, 8)
+    tiles = tile_scales(linear)
+    rows, blocks = torch.arange(256).unsqueeze(1), torch.arange(8)
+    offsets = shapes.scale_offset(rows, blocks, tiles.shape[-2])
+    assert tiles.flatten()[offsets].equal(linear)
+    assert shapes.scale_offset(130, 5, 2) == offsets[130, 5]
