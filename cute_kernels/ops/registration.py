@@ -23,9 +23,10 @@ from ..layout.buffers import BufferSpec
 from ..runtime.backend import chosen_backend
 from ..runtime.observers import needs_dispatcher
 from ..runtime.plan_cache import PLANS, plan_key
-from ..runtime.replay import OPS_BY_OVERLOAD
+from ..runtime.replay import OPS_BY_OVERLOAD, OUT_FORMS
 from .derivatives import not_differentiable, refuse_derivatives, register_autograd
 from .op import Op
+from .plan import CallPlan
 
 _LIBRARY = torch.library.Library("cute_kernels", "DEF")
 _SCHEMA_TYPES = {
@@ -124,11 +125,11 @@ def register(cls: type[Op]) -> type[Op]:
         written = ((cls.out_name, out) for out in outputs)
         refuse_derivatives(f"{cls.name}_out", (*op.tensors().items(), *written), f"call {cls.name}")
 
-    def call_out(*args: Any, **kwargs: Any) -> None:
-        """Compute the op into the caller's outputs."""
+    def compute_out(make_plan: Callable[[Op], CallPlan], args: Any, kwargs: dict[str, Any]) -> None:
+        """Compute the op into the caller's outputs by a plan."""
         outputs, options = pop_outputs(kwargs)
         op = cls(*args, **kwargs)
-        plan = op.cached_plan()
+        plan = make_plan(op)
         check_outputs(op, plan.outputs, outputs)
         check_no_gradients(op, outputs)
         for name, t in op.tensors().items() if cls.accumulates else ():
@@ -138,6 +139,9 @@ def register(cls: type[Op]) -> type[Op]:
         increment_version(outputs)
         with torch.no_grad():
             plan.compute_into(op, outputs, **options)
+
+    def call_out(*args: Any, **kwargs: Any) -> None:
+        compute_out(cls.cached_plan, args, kwargs)
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
         """Check the arguments and the outputs without computing."""
@@ -150,6 +154,7 @@ def register(cls: type[Op]) -> type[Op]:
     _define(cls.name, functional_schema, call, fake, cls.__doc__)
     out_doc = f"``{cls.name}``, written into the caller's tensors.\n\n    {cls.__doc__}"
     _define(f"{cls.name}_out", out_schema, call_out, fake_out, out_doc)
+    OUT_FORMS[getattr(torch.ops.cute_kernels, f"{cls.name}_out").default] = compute_out
     register_autograd(
         cls.name, cls.backward or not_differentiable(cls.name), cls.setup_context, _LIBRARY
     )

@@ -37,6 +37,8 @@ _Step: TypeAlias = "tuple[Callable[..., Any], Sequence[int], int, Sequence[int]]
 _aten = torch.ops.aten
 #: Op classes by their overloads, which ``ops.registration`` fills.
 OPS_BY_OVERLOAD: dict[Any, Any] = {}
+#: Functions that compute the ``_out`` forms of ops, by overload: (make_plan, args, kwargs) -> None.
+OUT_FORMS: dict[Any, Callable[..., None]] = {}
 #: Equivalent functions that skip the dispatcher's parsing of schemas, which takes a microsecond.
 _QUICK: dict[Any, Callable[..., Any]] = {
     _aten.view.default: Tensor.view,
@@ -74,7 +76,8 @@ def replayed(
         inputs: All tensors that the function reads or returns without creating them, and Nones; the
             first is a tensor. A replayed call empties the list, and releases tensors as soon as
             it has read them.
-        function: It writes only to tensors that it creates.
+        function: It writes to tensors that it creates, and by the ``_out`` form of an op to inputs.
+            A replay does not count the versions of these inputs.
         plain: Classes of tensors that need no dispatcher.
     """
     if is_any_call_observed():
@@ -224,18 +227,27 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        cls = OPS_BY_OVERLOAD.get(func)
-        if cls is None:
+        cls, out_form, before = OPS_BY_OVERLOAD.get(func), OUT_FORMS.get(func), self._launches
+        if cls is not None:
+            op = cls(*args, **kwargs)
+            with self:
+                outputs = self._plan(op).compute(op)
+            result = outputs if cls.returns_list else outputs[0]
+        elif out_form is not None:
+            with self:
+                result = out_form(self._plan, args, kwargs)
+        else:
             result = func(*args, **kwargs)
             self._note_function(func, args, kwargs, result)
             return result
-        op, before = cls(*args, **kwargs), self._launches
-        with self:
-            outputs = op.plan(resolve_backend(self._choice, op.device), self._launcher).compute(op)
         # If nothing was launched, the reference computed the result: kernels do not support the
         # call.
         self._is_complete &= self._launches > before
-        return outputs if cls.returns_list else outputs[0]
+        return result
+
+    def _plan(self, op: Any) -> Any:
+        """Return a plan of an op that records its launches."""
+        return op.plan(resolve_backend(self._choice, op.device), self._launcher)
 
     def _launcher(self, launch: Launcher) -> Any:
         """Return a launcher that records its launches."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from cute_kernels import ops
 from cute_kernels.formats.activations import Activation, is_gated, parse_activation
@@ -34,7 +36,6 @@ from .experts_forward import (
     key_of_quantized_layers,
     replay_inference,
 )
-from .quantization import activation_text
 
 _BF16 = BF16()
 
@@ -66,6 +67,9 @@ def moe(
     No other pair is computed or contributes, even if its token or its weight is NaN. A token none
     of whose experts are in ``w1`` has an output of zeros.
 
+    The result is deterministic. In BF16, NVFP4RowScaled, MXFP8 and FP8Block, the bits of a token's
+    output depend on no other token. In NVFP4 and FP8Current the tokens of an expert share a scale.
+
     Args:
         x: (T, H) bf16, fp16 or fp32. Under autocast the experts compute in its dtype.
         expert_ids: (T, k) int32 or int64. Experts of each token. An id outside [0, num_experts),
@@ -83,14 +87,14 @@ def moe(
             they alternate, gate first, as in gpt-oss.
         recipe: Formats of the products. The default is BF16. Plain weights are quantized in every
             call if the recipe quantizes. GroupedTensors are used as they are: with bf16 activations
-            under BF16 (W4A16 for NVFP4), else with activations in the recipe's input format. Serve
-            with GroupedTensors: quantize once with ``grouped.quantize``, or by ``grouped.prepare``.
+            under BF16 (W4A16 for NVFP4), else with activations in the recipe's input format. To
+            serve, quantize the weights once, with ``grouped.quantize`` or ``grouped.prepare``.
         num_experts: Number of experts that ids count, over all ranks. The default is the length of
             ``expert_map``, or E. Without a map, ids in [E, num_experts) are experts of other ranks.
         expert_map: (num_experts,) int32. Position in ``w1`` of each expert, or -1 for an expert of
             another rank. None maps each id to itself.
-        apply_router_weight_on_input: True multiplies x by p, in fp32 with one rounding to the dtype
-            of x, instead of the outputs, as Llama 4 does.
+        apply_router_weight_on_input: True multiplies x by p instead of the outputs, as Llama 4
+            does. The product is in fp32, rounded once to the dtype of x.
         out: (T, H) tensor to write the result into, row-major, of any of the dtypes of x. It may be
             ``x``. All rows are written. The result is not differentiable then.
 
@@ -120,11 +124,12 @@ def moe(
         _BF16 if recipe is None else recipe,
         x.dtype if out is None else out.dtype,
         expert_map,
-        activation_text(activation),
+        activation.text if isinstance(activation, Activation) else activation,
         interleaved,
         apply_router_weight_on_input,
         num_experts,
     )
+    call.check_types()
     kind = x.device.type
     # Torch 2.11 does not trace torch.amp.is_autocast_available.
     if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -135,21 +140,13 @@ def moe(
 class ExpertsCall(NamedTuple):
     """The arguments of ``moe``, but ``out``, and the data type of the result.
 
+    Fields without a description are the arguments of that name.
+
     Attributes:
-        x: As in ``moe``.
-        expert_ids: As in ``moe``.
-        weights: As in ``moe``.
-        w1: As in ``moe``.
-        b1: As in ``moe``.
-        w2: As in ``moe``.
-        b2: As in ``moe``.
-        recipe: As in ``moe``.
+        recipe: Recipe of both products.
         dtype: Data type of the result.
-        expert_map: As in ``moe``.
         activation: Text of the activation.
-        interleaved: As in ``moe``.
         weighs_input: True if x is multiplied by the routing weights.
-        num_experts: As in ``moe``.
     """
 
     x: Tensor
@@ -183,29 +180,28 @@ class ExpertsCall(NamedTuple):
         return dict(zip(_TENSORS, (*self[:7], self.expert_map), strict=True))
 
     def run(self) -> Tensor:
-        """Check the arguments and return the result, replayed if gradients are disabled."""
-        self.check_types()
+        """Return the result, replayed if gradients are disabled. Types must be checked before."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.compute()
         return replay_inference(("moe", self.key), self.inputs, self.layers_key(), self.compute)
 
     def run_into(self, out: Tensor) -> Tensor:
-        """Check the arguments, write the result into ``out`` and return it."""
-        self.check_types()
+        """Write the result into ``out`` and return it. Types must be checked before."""
         named = (*self.tensors.items(), ("out", out))
         refuse_derivatives("grouped.moe(out=)", named, "leave out= away")
-        _check_out(out, self.x, self.w2)
         if torch.compiler.is_compiling():
+            _check_out(out, self.x, self.w2)
             return out.copy_(self.compute())
         layers_key, tensors = self.layers_key()
-        (rows, row), _ = replayed(
-            ("rows of moe", self.key, layers_key),
-            [*self.inputs, *tensors],
-            lambda _: (self.compute_rows(), None),
+        # One tensor must not occur twice among the inputs of a replayed function.
+        target = None if out is self.x else out
+        replayed(
+            ("moe into", self.key, layers_key),
+            [*self.inputs, target, *tensors],
+            lambda _: ([self.compute_into(out)], None),
             REPLAYED_TENSOR_TYPES,
         )
-        p = None if self.weights is None or self.weighs_input else self.weights.float()
-        torch.ops.cute_kernels.moe_combine_out(rows, row, p, self.dtype, y=out)
+        increment_version(out)
         return out
 
     def compute(self) -> Tensor:
@@ -223,12 +219,15 @@ class ExpertsCall(NamedTuple):
         index = torch.arange(row.numel(), dtype=torch.int32, device=row.device).view(row.shape)
         return ops.moe_combine(y, index, out_dtype=self.dtype)
 
-    def compute_rows(self) -> tuple[Tensor, Tensor]:
-        """Return the rows h of the second product, and the row of each pair."""
+    def compute_into(self, out: Tensor) -> Tensor:
+        """Write the result into ``out``, without gradients."""
         self.check()
-        x, _, routing, row = self.route()
+        _check_out(out, self.x, self.w2)
+        x, p, routing, row = self.route()
         h = products(x, routing, self.layers(), self.options(x.dtype)).y
-        return h, routing.row if row is None else row
+        index = routing.row if row is None else row
+        torch.ops.cute_kernels.moe_combine_out(h, index, p, self.dtype, y=out)
+        return out
 
     def route(self) -> tuple[Tensor, Tensor | None, Routing, Tensor | None]:
         """Return the tokens, what multiplies their outputs, and their routing.
@@ -264,29 +263,31 @@ class ExpertsCall(NamedTuple):
         return key
 
     def check_types(self) -> None:
-        """Raise what is not known from the metadata of the tensors alone."""
+        """Raise TypeError for wrong types, which no guard of a replay notices."""
+        x, ids, weights, w1, b1, w2, b2, recipe, _, expert_map, *_ = self
+        if (
+            _REQUIRED_TYPES.issuperset(map(type, (x, ids, w1, w2)))
+            and _OPTIONAL_TYPES.issuperset(map(type, (weights, b1, b2, expert_map)))
+            and isinstance(recipe, Recipe)
+            and type(self.activation) is str
+            and type(self.interleaved) is type(self.weighs_input) is bool
+            and (self.num_experts is None or type(self.num_experts) is int)
+        ):
+            return
         check_recipe(self.recipe)
         for name, value in self.tensors.items():
             if value is not None or name not in _OPTIONAL:
                 check_is_tensor(name, value)
-        if not (type(self.interleaved) is type(self.weighs_input) is bool):
-            check_kind(
-                bool,
-                interleaved=self.interleaved,
-                apply_router_weight_on_input=self.weighs_input,
+        if not isinstance(self.activation, str):
+            raise TypeError(
+                "activation must be a name such as 'swiglu' or a grouped.Activation, got "
+                f"{self.activation!r}"
             )
-        if self.num_experts is not None and type(self.num_experts) is not int:
+        check_kind(
+            bool, interleaved=self.interleaved, apply_router_weight_on_input=self.weighs_input
+        )
+        if self.num_experts is not None:
             check_kind(int, num_experts=self.num_experts)
-        if torch.compiler.is_compiling():
-            return
-        if torch._C._functorch.peek_interpreter_stack():
-            raise RuntimeError("grouped.moe has no torch.func transforms")
-        if forward_ad._current_level >= 0:
-            for tensor in self.tensors.values():
-                if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-                    raise RuntimeError(
-                        "grouped.moe has no forward-mode derivative; use reverse mode"
-                    )
 
     def check(self) -> None:
         """Raise for invalid metadata of the tensors. Replayed calls have valid ones."""
@@ -294,6 +295,8 @@ class ExpertsCall(NamedTuple):
         for name, value in tensors.items():
             if is_distributed(value):
                 raise TypeError(f"{name} is a DTensor: pass a rank's part, its to_local()")
+        if not torch.compiler.is_compiling():
+            _refuse_transforms(tensors.values())
         if isinstance(self.x, GroupedTensor):
             raise TypeError("x must be a plain tensor: the recipe says how it is quantized")
         if self.recipe.takes_scales:
@@ -322,7 +325,7 @@ class ExpertsCall(NamedTuple):
         if self.weights is not None:
             check_tensor("weights", self.weights, dtypes=INPUT_DTYPES, shape=self.expert_ids.shape)
         check_dtype("out", self.dtype, INPUT_DTYPES)
-        same_device("x", tensors.pop("x").device, **tensors)
+        same_device("x", self.x.device, **tensors)
         self._check_num_experts()
 
     def _check_weights(self, factor: int) -> None:
@@ -358,8 +361,21 @@ class ExpertsCall(NamedTuple):
 
 #: Names of the tensors of a call.
 _TENSORS = ("x", "expert_ids", "weights", "w1", "b1", "w2", "b2", "expert_map")
+_REQUIRED_TYPES = REPLAYED_TENSOR_TYPES
+_OPTIONAL_TYPES = REPLAYED_TENSOR_TYPES | {type(None)}
 #: Arguments that may be None.
 _OPTIONAL = frozenset({"weights", "expert_map", "b1", "b2"})
+
+
+def _refuse_transforms(tensors: Iterable[Tensor | None]) -> None:
+    """Raise in transforms of ``torch.func``, and for tensors with tangents."""
+    if torch._C._functorch.peek_interpreter_stack():
+        raise RuntimeError("grouped.moe has no torch.func transforms")
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError("grouped.moe has no forward-mode derivative; use reverse mode")
 
 
 def _weigh(x: Tensor, p: Tensor, row: Tensor) -> Tensor:

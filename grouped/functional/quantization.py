@@ -190,7 +190,7 @@ def quantize(
         )
         return distributed
     x, grad = x.detach(), None if grad is None else grad.detach()
-    text = activation_text(activation)
+    text = _activation_text(activation)
     shape = tuple(x.shape) if grad is not None else result_shape(x.shape, text)
     # Formats that no backend runs. The op checks whether this backend runs it.
     require("grouped_quantize", fmt, "reference", columnwise=columnwise)
@@ -278,7 +278,7 @@ def _allow_assemble() -> None:
     torch.compiler.allow_in_graph(assemble)
 
 
-def activation_text(activation: str | Activation | None) -> str | None:
+def _activation_text(activation: str | Activation | None) -> str | None:
     """Return the text of an activation."""
     if isinstance(activation, Activation):
         return activation.text

@@ -248,17 +248,10 @@ def _forward_in(recipe: Recipe) -> Forward:
         has_norm = getattr(self, "has_post_expert_norm", False)  # Since 5.18 or later.
         if _is_swiglu(self) and not has_norm:
             (w1, b1), (w2, b2) = _operands(self, up_name), _operands(self, down_name)
-            return ExpertsCall(
-                x=hidden_states if hidden_states.dtype == w1.dtype else hidden_states.to(w1.dtype),
-                expert_ids=top_k_index,
-                weights=top_k_weights,
-                w1=w1,
-                b1=b1,
-                w2=w2,
-                b2=b2,
-                recipe=recipe,
-                dtype=hidden_states.dtype,
-            ).run()
+            dtype = hidden_states.dtype
+            x = hidden_states if dtype == w1.dtype else hidden_states.to(w1.dtype)
+            arguments = (x, top_k_index, top_k_weights, w1, b1, w2, b2)
+            return ExpertsCall(*arguments, recipe, dtype).run()
         # The sentinels of expert parallelism are not ids of experts and get no rows.
         routing = compute_routing(top_k_index, self.num_experts)
         offs, token, _, row = routing

@@ -6,6 +6,8 @@ from torch import nn
 
 import cute_kernels
 import grouped
+from cute_kernels.runtime.plan_cache import clear_plan_cache
+from cute_kernels.runtime.replay import Recording
 from grouped import recipes
 from tests.helpers import (
     BF16,
@@ -642,6 +644,27 @@ def test_kernels_have_the_bits_of_the_reference(name, backend, mode, on_input):
                 out = torch.full((T, H), torch.nan, dtype=BF16)
                 assert_same_bytes(run(tokens(), ids, p, parameters, **options), want[0])
                 assert_same_bytes(run(tokens(), ids, p, parameters, **options, out=out), want[0])
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_a_replay_writes_out_and_counts_its_version(monkeypatch, is_in_place):
+    """The third call with ``out`` repeats launches only."""
+    parameters, repeated, repeat = make_experts(), [], Recording.repeat
+    monkeypatch.setattr(
+        Recording, "repeat", lambda *given: (repeated.append(given[0]), repeat(*given))[1]
+    )
+    clear_plan_cache()
+    for seed in range(4):
+        choice, x = random_choice(seed=seed), tokens(seed=seed)
+        want = run(x, *choice, parameters)
+        out = x if is_in_place else torch.full((T, H), torch.nan, dtype=BF16)
+        with cute_kernels.backend("emulated:sm_90a"), torch.no_grad():
+            before, version = len(repeated), out._version
+            run(x, *choice, parameters, out=out)
+        assert len(repeated) == before + (seed > 1) and out._version > version
+        close(out, want)
+    clear_plan_cache()
 
 
 @pytest.mark.parametrize("backend", ["emulated:sm_90a", "emulated:sm_100a"])

@@ -124,6 +124,77 @@ def test_graph_replay_with_other_offsets_and_rows(kind, recipe):
         assert_same(out, want)
 
 
+def draw_choice(seed, device=CUDA):
+    """Return int32 ids of 8 experts, with -1 among them, and routing weights."""
+    rng = seeded_generator(seed)
+    ids = torch.rand(ROWS, 8, generator=rng).argsort(1)[:, :3]
+    ids[torch.rand(ids.shape, generator=rng) < 0.2] = -1
+    return ids.int().to(device), torch.rand(ids.shape, generator=rng).to(device)
+
+
+def make_call(recipe, device=CUDA, **options):
+    """Return ``grouped.moe`` of three of 8 experts, as a function of tokens, ids and weights."""
+
+    def create(bias, recipe):
+        return grouped.nn.GroupedMLP(3, FEATURES, 128, bias, recipe=recipe)
+
+    layer = make_layer(recipe, device, kind=create)
+    expert_map = torch.tensor([2, -1, 0, -1, -1, 1, -1, -1], dtype=I32, device=device)
+    parameters = [layer.gate_up.weight, layer.down.weight]
+    biases = {"b1": layer.gate_up.bias, "b2": layer.down.bias}
+
+    def call(x, ids, weights, **more):
+        arguments = (x, ids, weights, *parameters)
+        options_and_biases = {**biases, **options, **more}
+        return grouped.moe(*arguments, recipe=recipe(), expert_map=expert_map, **options_and_biases)
+
+    return call
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_moe_has_the_bits_of_the_tensor_core_reference(recipe, on_input, request):
+    """With foreign experts, replayed or not, into a tensor, without a synchronization."""
+    cpu, options = torch.device("cpu"), {"apply_router_weight_on_input": on_input}
+    with cute_kernels.backend(f"reference:{ARCH}"), torch.no_grad():
+        want = make_call(recipe, cpu, **options)(make_input(cpu), *draw_choice(0, cpu))
+    call, x, choice = make_call(recipe, **options), make_input(), draw_choice(0)
+    with torch.no_grad():
+        assert_same([call(x, *choice)], [want])  # compiles
+        call(x, *choice, out=torch.empty_like(x))
+        request.getfixturevalue("no_synchronization")
+        results = [call(x, *choice) for _ in range(3)]
+        results += [call(x, *choice, out=torch.full_like(x, torch.nan)) for _ in range(3)]
+        torch.cuda.set_sync_debug_mode("default")
+    for y in results:
+        assert_same([y], [want])
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_moe_in_a_graph_with_other_ids_and_tokens(recipe, on_input):
+    """Rows of other experts may hold NaN; tokens without an expert have zeros."""
+    call, x = make_call(recipe, apply_router_weight_on_input=on_input), make_input()
+    ids, weights = draw_choice(0)
+    nothing = torch.full_like(ids, -1), weights
+    choices = [draw_choice(1), nothing, draw_choice(2)]
+    with torch.no_grad():
+        want = [call(make_input(seed=i), *choice) for i, choice in enumerate(choices)]
+        call(x, ids, weights, out=torch.empty_like(x))
+        out = torch.full_like(x, torch.nan)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = call(x, ids, weights)
+            call(x, ids, weights, out=out)
+    for i, (choice, result) in enumerate(zip(choices, want, strict=True)):
+        for target, source in zip((x, ids, weights), (make_input(seed=i), *choice), strict=True):
+            target.copy_(source)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_same([y, out], [result, result])
+    assert not want[1].any()
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_streams(recipe):
     layer = make_layer(recipe, bias=False)
