@@ -209,16 +209,18 @@ def _foreign_weights(module: Any) -> list[Weight] | None:
     ]
 
 
-SOURCES.append(Source(_foreign_weights, guard_methods))
+SOURCES.append(Source(_foreign_weights, guard_methods, RECIPES))
 
 
 def recipe_in_use(experts: Any) -> Recipe:
     """Return the recipe of the implementation in the experts' config."""
     name = experts.config._experts_implementation
     if name not in RECIPES:
+        known = name in hf.ALL_EXPERTS_FUNCTIONS or name == "eager"
         raise ValueError(
             f"the model uses experts_implementation={name!r}: choose one of {', '.join(RECIPES)} "
-            "by set_experts_implementation first" + did_you_mean(name, RECIPES)
+            "by set_experts_implementation first" + ("" if known else did_you_mean(name, RECIPES))
+            # A name of transformers itself is no misspelling.
         )
     return RECIPES[name]
 
