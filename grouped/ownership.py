@@ -87,7 +87,8 @@ RULES: dict[str, tuple[str, str]] = {
     ),
     "meta": (
         "it is on the meta device, without values",
-        "Load its values first, as by load_state_dict(assign=True) or to_empty and a checkpoint",
+        "Build the model on its device, or load the values first, as by "
+        "load_state_dict(assign=True) or grouped.checkpoint.load(model, folder, device=...)",
     ),
     "bitsandbytes": (
         "bitsandbytes holds it in codes of its own (load_in_4bit, load_in_8bit)",

@@ -17,14 +17,17 @@ from torch import Tensor, nn
 from cute_kernels.records import check_kind
 
 from ..ownership import RULES, UNFILLABLE, Owner, Ownership, refill, retire
+from ..preparation import SOURCES
 from ..tensor.dtensor_parts import local_part
 from ..tensor.grouped_tensor import GroupedTensor
+from .allocate import Allocator
 from .config import check_config
 from .extras import find_harmless, find_result_changing
 from .files import Reader, progress
 from .layouts import LAYOUTS, stacked_suffix
 from .plain_tensors import join_rows, reconcile, stack_experts
 from .plans import Plan, find_plain_tensor, find_weight
+from .products import check_products
 from .shards import (
     check_can_fill,
     check_can_quantize,
@@ -71,6 +74,7 @@ def load(
     *,
     rename: Mapping[str, str] | None = None,
     strict: bool = True,
+    device: torch.device | str | int | None = None,
 ) -> Report:
     """Load a checkpoint into ``module``.
 
@@ -91,14 +95,21 @@ def load(
     (``ExpertTensorParallel``) can be loaded from plain weights. Create optimizers after loading: an
     optimizer with a replaced parameter, or with a master of old values, raises at its next step.
 
+    A model that does not fit in memory as plain weights can be built on the meta device and loaded
+    with ``device``: quantized experts are read as they are, and no plain copy of them is allocated.
+    All tensors outside of the state dict, such as the tables of rotary embeddings, must have their
+    values already.
+
     Args:
         module: A model of ``grouped.nn`` layers, or a transformers model with an experts
             implementation of ``grouped.integrations.transformers``. It must be on the device where
-            it will run.
+            it will run, or, with ``device``, on the meta device.
         folder: A folder of safetensors files. An index is optional.
         rename: Regular expressions and their replacements, which turn names of the module into
             names of the checkpoint: ``{"mlp": "block_sparse_moe"}``.
         strict: True raises for tensors of the checkpoint that the module does not have.
+        device: Device on which tensors of the meta device are allocated. Tied ones stay tied. None
+            raises for them.
 
     Returns:
         A report of layouts, ignored tensors and weights that were quantized again.
@@ -109,16 +120,19 @@ def load(
         ValueError: A file is damaged, or a tensor has another shape or dtype than the module, or is
             FP8 or integer without scales. Scales are NaN, infinite, negative, or zero above nonzero
             codes. An additional tensor changes the results of a weight, such as AWQ's
-            ``pre_quant_scale``. MXFP4 weights have no exact NVFP4 equivalent. A parameter is on the
-            meta device, its owner does not allow a replacement, or it is quantized and requires
-            gradients while the checkpoint has a quantized weight.
+            ``pre_quant_scale``. MXFP4 weights have no exact NVFP4 equivalent. A tensor is on the
+            meta device without ``device``, or although no checkpoint has it. The owner of a
+            parameter does not allow a replacement. A parameter is quantized and requires gradients
+            while the checkpoint has a quantized weight. The recipe or the experts implementation
+            of the module does not multiply the quantized weights.
+        cute_kernels.UnsupportedError: The device has no kernel for the quantized weights.
     """
     check_kind(bool, strict=strict)
     check_kind(nn.Module, module=module)
     named_tensors = state_dict_with_aliases(module)
     tensors = [t for _, t in named_tensors]
     try:
-        work = _prepare(module, named_tensors, Path(folder), rename, strict)
+        work = _prepare(module, named_tensors, Path(folder), rename, strict, device)
     except Exception:
         raise_on_all_ranks(tensors, has_error=True)  # Other ranks must not wait for this one.
         raise
@@ -141,6 +155,8 @@ class _CheckedLoad(NamedTuple):
     plain_tensors: list[_PlainTensor]
     tied: list[tuple[ExpertWeight, ExpertWeight]]
     report: Report
+    allocator: Allocator
+    module: nn.Module
 
     def check_values(self) -> None:
         """Read all scales, and raise ValueError for invalid ones."""
@@ -159,18 +175,24 @@ class _CheckedLoad(NamedTuple):
     def run(self) -> Report:
         """Read and write everything."""
         for tensor in self.plain_tensors:
-            fill(tensor.target, tensor.stored.read_plain)
-            refill([tensor.target], "checkpoint.load")
+            target = self.allocator.allocate(tensor.target)
+            fill(target, tensor.stored.read_plain)
+            refill([target], "checkpoint.load")
         for plan, owner in progress(self.plans, "experts"):
             if plan.layout is None:
-                fill(plan.weight.parameter, functools.partial(_plain_values, plan))
-                refill([plan.weight.parameter], "checkpoint.load")
+                target = self.allocator.allocate(plan.weight.parameter)
+                fill(target, functools.partial(_plain_values, plan))
+                refill([target], "checkpoint.load")
                 continue
             retire([plan.weight.parameter], "checkpoint.load")
-            _replace(plan, owner, self.report)
+            device = self.allocator.device_of(local_part(plan.weight.parameter))
+            _replace(plan, owner, device, self.report)
         for weight, original in self.tied:
             if original.key in self.report.layouts:
                 weight.replace(original.parameter)
+        if self.report.layouts:
+            for source in SOURCES:
+                source.finish(self.module)
         return self.report
 
 
@@ -180,6 +202,7 @@ def _prepare(
     folder: Path,
     rename: Mapping[str, str] | None,
     strict: bool,
+    device: torch.device | str | int | None,
 ) -> _CheckedLoad:
     """Check everything: names, owners, headers, then scales."""
     weights = list(expert_weights(module, rename))
@@ -187,6 +210,7 @@ def _prepare(
     pairs = [(weight, originals.setdefault(id(weight.parameter), weight)) for weight in weights]
     ownership = Ownership(module)
     _check_can_fill(module, ownership, named_tensors, weights)
+    allocator = Allocator(module, {id(t) for _, t in named_tensors}, device)
     files, missing, report = Reader(folder), list[str](), Report()
     check_config(folder)
     plans = [
@@ -215,9 +239,11 @@ def _prepare(
     _check_copies(files, copies)
     _check_transposed(plans)
     owners = _check_owners(ownership, plans, weights)
+    check_products(plans, allocator.device_of)
     report.input_scales = {name: files[name] for name in report.input_scales}
     tied = [(weight, original) for weight, original in pairs if weight is not original]
-    work = _CheckedLoad(list(zip(plans, owners, strict=True)), plain_tensors, tied, report)
+    pairs_of_plans = list(zip(plans, owners, strict=True))
+    work = _CheckedLoad(pairs_of_plans, plain_tensors, tied, report, allocator, module)
     work.check_values()
     return work
 
@@ -243,11 +269,6 @@ def _check_can_fill(
         if owner is not None and owner.kind in UNFILLABLE:
             raise ValueError(f"checkpoint.load cannot fill {key}: {owner.rule}. {owner.advice}")
     for keys, t in named_tensors:
-        if t.is_meta:
-            raise ValueError(
-                f"{keys[0]} is on the meta device: allocate the module first, for instance with "
-                "to_empty(device=...)"
-            )
         check_can_fill(keys[0], t)
 
 
@@ -261,7 +282,7 @@ def _check_owners(
     """
     replaced = {id(plan.weight.parameter) for plan in plans if plan.layout is not None}
     targets = [(w.owner, w.attribute) for w in weights if id(w.parameter) in replaced]
-    ownership.check_replaceable(targets, "checkpoint.load", allow=("fsdp", "dtensor"))
+    ownership.check_replaceable(targets, "checkpoint.load", allow=("fsdp", "dtensor", "meta"))
     owners = [ownership.owner(plan.weight.owner, plan.weight.attribute, targets) for plan in plans]
     for plan, owner in zip(plans, owners, strict=True):
         if plan.layout is not None:
@@ -425,13 +446,13 @@ def _plain_values(plan: Plan, groups: range | None) -> Tensor:
     return dense.mT if weight.transposed and not weight.is_bias else dense
 
 
-def _replace(plan: Plan, owner: Owner | None, report: Report) -> None:
+def _replace(plan: Plan, owner: Owner | None, device: torch.device, report: Report) -> None:
     """Replace a parameter by the quantized weight of the checkpoint, for this rank's experts."""
     weight, layout = plan.weight, plan.layout
     assert layout is not None
     old, groups = weight.parameter, local_rows(weight.parameter)
     assert groups is not None
-    device, fmt = local_part(old).device, layout.fmt
+    fmt = layout.fmt
     # A rank without experts reads the first one, and takes zero groups of it.
     read = groups or range(1)
     if plan.is_stacked:
