@@ -251,7 +251,8 @@ def _forward_in(recipe: Recipe) -> Forward:
             dtype = hidden_states.dtype
             x = hidden_states if dtype == w1.dtype else hidden_states.to(w1.dtype)
             arguments = (x, top_k_index, top_k_weights, w1, b1, w2, b2)
-            return ExpertsCall(*arguments, recipe, dtype).run()
+            # Ids may contain the sentinel of expert parallelism, the id after the last expert.
+            return ExpertsCall(*arguments, recipe, dtype, num_experts=self.num_experts + 1).run()
         # The sentinels of expert parallelism are not ids of experts and get no rows.
         routing = compute_routing(top_k_index, self.num_experts)
         offs, token, _, row = routing
