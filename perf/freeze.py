@@ -148,19 +148,21 @@ def collect(
 
 def matching(content: Mapping[str, Any], match: str) -> dict[str, Any]:
     """Return the kernels and the cases of tiles of a content whose text has a match."""
-    part: dict[str, Any] = {}
+    matches: dict[str, Any] = {}
     for section, groups in content.items():
-        part[section] = {}
+        matches[section] = {}
         for group, entries in groups.items():
-            kept = {
-                key: [text for text in value if re.search(match, text)]
-                if section == "kernels"
-                else value
-                for key, value in entries.items()
-                if section == "kernels" or re.search(match, key)
-            }
-            part[section][group] = {key: value for key, value in kept.items() if value}
-    return part
+            if section == "kernels":
+                texts = {
+                    digest: [text for text in texts if re.search(match, text)]
+                    for digest, texts in entries.items()
+                }
+                matches[section][group] = {key: value for key, value in texts.items() if value}
+            else:
+                matches[section][group] = {
+                    case: tiles for case, tiles in entries.items() if re.search(match, case)
+                }
+    return matches
 
 
 def _is_short(content: Mapping[str, Any]) -> bool:
