@@ -373,7 +373,7 @@ def test_a_prepared_model_takes_implementations_that_multiply_its_weights(tmp_pa
             with pytest.raises(
                 ValueError,
                 match=contains_all(
-                    f"experts_implementation='{name}' cannot multiply the weights that prepare() quantized"  # noqa: E501
+                    f"experts_implementation='{name}' cannot multiply the quantized weights"
                 ),
             ):
                 expert.set_experts_implementation(name)
