@@ -1,4 +1,4 @@
-"""What the configuration files of a folder declare about quantized inputs."""
+"""Declarations of quantized inputs in the configuration files of a folder."""
 
 from collections.abc import Mapping
 from pathlib import Path

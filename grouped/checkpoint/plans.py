@@ -92,8 +92,8 @@ class Plan(NamedTuple):
         weight, layout = self.weight, self.layout
         assert layout is not None
         if self.is_stacked:
-            parts = self.stored[0].read_quantized(groups, device)
-            return GroupedTensor.from_parts(layout.fmt, *parts, dtype=dtype), {}
+            whole = self.stored[0].read_quantized(groups, device)
+            return GroupedTensor.from_parts(layout.fmt, *whole, dtype=dtype), {}
         experts, noises = [], {}
         tensors = [stored.read_quantized(None, device) for stored in self.select_groups(groups)]
         for expert, projections in zip(groups, self.split_by_expert(tensors), strict=True):
@@ -101,8 +101,8 @@ class Plan(NamedTuple):
             experts.append(joined)
             if noise is not None:
                 noises[f"{weight.path}.{expert}".lstrip(".")] = noise
-        parts = stack_experts(experts)
-        return GroupedTensor.from_parts(layout.fmt, *parts, dtype=dtype), noises
+        whole = stack_experts(experts)
+        return GroupedTensor.from_parts(layout.fmt, *whole, dtype=dtype), noises
 
     def _joined_shape_note(self, shape: tuple[int, ...]) -> str:
         """Return a note on the shape of the parameter, if one projection has ``shape``."""

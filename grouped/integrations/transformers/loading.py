@@ -96,7 +96,7 @@ class Names:
 
     def renamed(self, name: str) -> str:
         """Return a name as a converter sees it."""
-        return str(hf.apply_renamings(name, self._renamings))
+        return str(hf.rename_source_key(name, self._renamings, [])[0])
 
     def parameter(self, key: str) -> Tensor | None:
         """Return the parameter or buffer of a key, or None if there is none."""
@@ -172,7 +172,8 @@ def _plans(model: nn.Module, files: Reader, names: Names) -> Iterator[Plan]:
             yield plan
             continue
         reached = {names.key(name)[0] for name in files} if reached is None else reached
-        if weight.key not in reached:
+        is_incomplete = weight.path in paths and not weight.is_bias
+        if is_incomplete or weight.key not in reached:
             raise KeyError(
                 f"{files.folder} lacks {lacking[0]}, for {weight.key} ({len(lacking)} such tensors)"
             )
@@ -207,7 +208,7 @@ def _read_of(plan: Plan, fmt: Format | None, report: Report) -> Read:
         value, noise = plan.read_quantized(groups, probe.device, probe.dtype)
         report.layouts[weight.key] = plan.layout.name
         report.reconciled.update(noise)
-        return _as_parameter(weight, value)
+        return _make_parameter(weight, value)
 
     def plain(probe: Tensor) -> Tensor:
         """Read a plain weight or bias. transformers has read it already if it is one tensor."""
@@ -216,13 +217,13 @@ def _read_of(plan: Plan, fmt: Format | None, report: Report) -> Read:
     def encoded(probe: Tensor) -> Tensor:
         """Quantize a plain weight, expert by expert."""
         assert fmt is not None
-        parts = []
+        encoded_experts = []
         for g in range(weight.shape[0]):
-            one = probe[g : g + 1] if plan.is_stacked else plan.read_plain(range(g, g + 1))
-            one = one.mT if weight.transposed else one
-            one = one.to(probe.device, probe.dtype).contiguous()
-            parts.append(quantize(one, fmt))
-        return _as_parameter(weight, torch.cat(parts))  # type: ignore[arg-type]
+            expert = probe[g : g + 1] if plan.is_stacked else plan.read_plain(range(g, g + 1))
+            expert = expert.mT if weight.transposed else expert
+            expert = expert.to(probe.device, probe.dtype).contiguous()
+            encoded_experts.append(quantize(expert, fmt))
+        return _make_parameter(weight, torch.cat(encoded_experts))  # type: ignore[arg-type]
 
     if plan.layout is not None:
         value = quantized
@@ -231,7 +232,7 @@ def _read_of(plan: Plan, fmt: Format | None, report: Report) -> Read:
     return Read(weight.key, [probe, *(name for name in every if name != probe)], value)
 
 
-def _as_parameter(weight: ExpertWeight, value: GroupedTensor) -> nn.Parameter:
+def _make_parameter(weight: ExpertWeight, value: GroupedTensor) -> nn.Parameter:
     """Return the parameter for a quantized weight (G, N, K), and tell the experts its order."""
     if weight.transposed:
         weight.owner.is_transposed = False  # type: ignore[assignment]
@@ -245,12 +246,16 @@ def _matrices(files: Reader, names: Names, used: set[str], expert_keys: set[str]
         ValueError: One has no parameter of its own, or its tensors are not as in the layout.
     """
     single = [layout for layout in LAYOUTS.values() if layout.suffixes[0].startswith(".")]
-    found = set[str]()
+    matrix_names = set[str]()
     for name in files:
         for layout in single:
             base = name.removesuffix(layout.suffixes[0])
             tensors = [base + suffix for suffix in layout.suffixes]
-            if base == name or tensors[0] in used | found or not all(t in files for t in tensors):
+            if (
+                base == name
+                or tensors[0] in used | matrix_names
+                or not all(t in files for t in tensors)
+            ):
                 continue
             key, is_converted = names.key(f"{base}.weight")
             target = names.parameter(key)
@@ -264,7 +269,7 @@ def _matrices(files: Reader, names: Names, used: set[str], expert_keys: set[str]
             stored = Stored(files, layout, tensors, tuple(target.shape))
             stored.check_headers(target.dtype)
             stored.check_values()
-            found |= set(tensors)
+            matrix_names |= set(tensors)
             yield Read(key, tensors[::-1], _decoding(stored))
 
 
@@ -273,8 +278,8 @@ def _decoding(stored: Stored) -> Callable[[Tensor], Tensor]:
 
     def value(probe: Tensor) -> Tensor:
         assert stored.layout is not None
-        parts = stored.read_quantized(None, probe.device)
-        return parts.decoded(stored.layout.fmt).to(probe.dtype)
+        tensors = stored.read_quantized(None, probe.device)
+        return tensors.decoded(stored.layout.fmt).to(probe.dtype)
 
     return value
 
@@ -322,7 +327,7 @@ class QuantizedReads(hf.WeightConverter):  # type: ignore[misc]
         self._reads, self._targets, self._ignored = reads, targets, ignored
 
     @classmethod
-    def of(cls, work: Work, names: Names) -> "QuantizedReads":
+    def from_work(cls, work: Work, names: Names) -> "QuantizedReads":
         """Return the converter of a folder."""
         targets = {
             names.renamed(name): (read.key, _REST if i else _PROBE)

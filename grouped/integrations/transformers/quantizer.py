@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -126,7 +126,7 @@ class GroupedQuantizer(HfQuantizer):  # type: ignore[misc]
         _check_products(model, work, implementation, self._device)
         config.recipe = implementation
         self._work = work
-        return [QuantizedReads.of(work, names), *weight_conversions]
+        return [QuantizedReads.from_work(work, names), *weight_conversions]
 
     def _implementation(self, work: Work) -> str:
         """Return the experts implementation of the model.
@@ -178,7 +178,7 @@ class GroupedQuantizer(HfQuantizer):  # type: ignore[misc]
         """Give the weights the order that the device reads fastest, and guard the model."""
         work, self._work = self._work, None
         assert work is not None
-        delattr(model, _UNEXPECTED)  # That of the class remains.
+        delattr(model, _UNEXPECTED)  # The class keeps its own.
         if self._known_unexpected is not None:
             setattr(model, _UNEXPECTED, self._known_unexpected)
         for layer in expert_layers(model):
@@ -212,23 +212,26 @@ def _check_products(model: nn.Module, work: Work, name: str, device: torch.devic
         if weight.key in work.formats
     }
     for (fmt, shape, dtype), key in weights.items():
-        quantized = quantize(torch.empty(shape, dtype=dtype, device="meta"), fmt)
-        try:
-            check_product(quantized, RECIPES[name], device, needs_dx=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"experts_implementation={name!r} cannot multiply {key} in {fmt}: {error}"
-            ) from None
+        plain = torch.empty(shape, dtype=dtype, device="meta")
+        _check_product(key, plain, fmt, name, device)
+
+
+def _check_product(key: str, plain: Tensor, fmt: Format, name: str, device: torch.device) -> None:
+    """Raise ValueError unless a weight on the meta device can be quantized and multiplied."""
+    try:
+        check_product(quantize(plain, fmt), RECIPES[name], device, needs_dx=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"experts_implementation={name!r} cannot multiply {key} in {fmt}: {error}"
+        ) from None
 
 
 def _stores_alike(a: Format | None, b: Format) -> bool:
     """Return True if two formats store the same numbers."""
-    return a is not None and (a.element, a.scale, a.global_scale, a.is_2d) == (
-        b.element,
-        b.scale,
-        b.global_scale,
-        b.is_2d,
-    )
+    if a is None or (a.element, a.scale, a.global_scale) != (b.element, b.scale, b.global_scale):
+        return False
+    # Scale tiles store a scale per row, also for square blocks.
+    return a.has_scale_tiles or a.is_2d == b.is_2d
 
 
 def _bytes_per_element(fmt: Format) -> float:
