@@ -1,17 +1,9 @@
 """Experts of Hugging Face transformers (5.x) on grouped kernels.
 
-Quantize the weights of a model once, to serve it::
-
-    from grouped.integrations.transformers import prepare, register
+Quantize the weights of a model once, or load a folder with quantized weights::
 
     register()
-    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="grouped_fp8_block")
     prepare(model)
-
-Or quantize them while they load, or load a folder with quantized weights::
-
-    from grouped.integrations.transformers import GroupedConfig
-
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=GroupedConfig())
 
 This works with every model that uses transformers' experts interface. Weights may be transposed,

@@ -54,7 +54,7 @@ class GroupedConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 f"GroupedConfig has no option {name}={value!r}: it has recipe and weight, and the "
                 "folder's own config says the rest"
             )
-        self.quant_method = METHOD
+        self.quant_method: Any = METHOD
         #: Name of the experts implementation, or None.
         self.recipe = None if recipe is None else _implementation(recipe)
         #: Text of the format of the weights, or None.

@@ -150,9 +150,8 @@ def save_pretrained(
     name = next((name for name, t in state.items() if isinstance(t, GroupedTensor)), None)
     if name is not None:
         raise ValueError(
-            f"save_pretrained writes plain weights, but prepare() or from_pretrained() quantized "
-            f"{name}: save before, or save the quantized weights by "
-            "grouped.checkpoint.save(model, folder, layout=...)"
+            f"save_pretrained writes plain weights, but {name} is quantized: save before prepare()"
+            ", or save the quantized weights by grouped.checkpoint.save(model, folder, layout=...)"
         )
     return type(self).save_pretrained(self, *args, state_dict=state_dict, **kwargs)
 

@@ -346,16 +346,17 @@ class QuantizedReads(hf.WeightConverter):  # type: ignore[misc]
         unused = (IGNORED if source_key in self._ignored else source_key, None)
         return self._targets.get(source_key, unused)
 
-    def convert(self, layer_name: str, **others: Any) -> dict[str, Tensor]:
+    def convert(self, layer_name: str, *arguments: Any, **options: Any) -> dict[str, Tensor]:
         """Return the parameter of a key by the key. Only the probe is read by transformers."""
-        (probe,) = self.collected_tensors[_PROBE]
+        (pending,) = self.collected_tensors[_PROBE]
         self.collected_tensors.clear()
-        return {layer_name: self._reads[layer_name].value(probe())}
+        probe = pending() if callable(pending) else pending.result()
+        return {layer_name: self._reads[layer_name].value(probe)}
 
 
 class _Unused(hf.ConversionOps):  # type: ignore[misc]
     """Operation of a converter that needs one, but overrides ``convert``."""
 
-    def convert(self, input_dict: dict[str, Any], **others: Any) -> dict[str, Any]:
+    def convert(self, input_dict: Any, *arguments: Any, **options: Any) -> Any:
         """Return the tensors."""
         return input_dict

@@ -32,6 +32,7 @@ class GroupedQuantizer(HfQuantizer):  # type: ignore[misc]
 
     is_compileable = True
     is_trainable = False
+    quantization_config: GroupedConfig
 
     def __init__(self, quantization_config: GroupedConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -149,6 +150,7 @@ class GroupedQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _default(self, work: Work) -> str:
         """Return the implementation for the folder: that of its format, or W4A16 and W8A16."""
+        assert self._folder is not None
         formats = list(dict.fromkeys(work.formats.values()))
         if len(formats) > 1 or not declares_quantized_inputs(self._folder):
             return _PLAIN
@@ -273,4 +275,4 @@ def register_quantizer() -> None:
             return quantization_config_from_args
         return merge(quantization_config, quantization_config_from_args)
 
-    auto.AutoHfQuantizer.merge_quantization_configs = classmethod(merge_or_replace)
+    setattr(auto.AutoHfQuantizer, merge.__name__, classmethod(merge_or_replace))
