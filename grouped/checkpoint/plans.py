@@ -74,12 +74,12 @@ class Plan(NamedTuple):
 
 
 def find_weight(
-    weight: ExpertWeight, files: Reader, missing: list[str], found: list[str]
+    weight: ExpertWeight, files: Reader, missing: list[str], other_names: list[str]
 ) -> Plan | None:
     """Return the plan of a weight.
 
     If the checkpoint lacks some of its tensors, return None, add their names to ``missing``, and
-    those of its other tensors to ``found``.
+    those of its other tensors to ``other_names``.
     """
     groups, *matrix = weight.shape
     rows = (matrix[0] // len(weight.projections), *matrix[1:])
@@ -99,7 +99,7 @@ def find_weight(
             lacking = [name for names in candidates for name in names if name not in files]
             if lacking:
                 missing += lacking
-                found += [name for names in candidates for name in names if name in files]
+                other_names += [name for names in candidates for name in names if name in files]
                 return None
             stored = [Stored(files, layout, names, rows) for names in candidates]
             return Plan(weight, layout, stored, False)
