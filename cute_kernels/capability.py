@@ -203,7 +203,10 @@ def support(
     if isinstance(fmt, type):
         fmt = fmt()
     if not (fmt is None or isinstance(fmt, Format)):
-        raise TypeError(f"fmt must be a format record or None, got {fmt!r}")
+        raise TypeError(
+            f"fmt must be a format record such as NVFP4(), or None for plain operands, got {fmt!r}"
+            ". A recipe has a format per role: pass one, such as recipe.weight"
+        )
     tensor_core = _TENSOR_CORE_BACKENDS.get(arch, arch)
     if arch in _TENSOR_CORE_BACKENDS:
         arch = _capability_arch(op, fmt, _TENSOR_CORE_BACKENDS[arch])

@@ -133,7 +133,7 @@ def test_a_class_stands_for_its_defaults():
     [
         (("gemm", None, "reference"), ValueError, ["op", "'gemm'", "grouped_gemm"]),
         (("grouped_gemm", None, "sm_80"), ValueError, ["arch", "'sm_80'", "sm_90a"]),
-        (("grouped_gemm", "nvfp4", "reference"), TypeError, ["fmt", "'nvfp4'"]),
+        (("grouped_gemm", "nvfp4", "reference"), TypeError, ["fmt", "'nvfp4'", "recipe.weight"]),
         (("grouped_gemm", BF16, "reference"), TypeError, ["fmt", "bfloat16"]),
     ],
 )
