@@ -211,12 +211,12 @@ def _prepare(
     ownership = Ownership(module)
     _check_can_fill(module, ownership, named_tensors, weights)
     allocator = Allocator(module, {id(t) for _, t in named_tensors}, device)
-    files, missing, report = Reader(folder), list[str](), Report()
+    files, missing, found, report = Reader(folder), list[str](), list[str](), Report()
     check_config(folder)
     plans = [
         plan
         for weight in originals.values()
-        if (plan := find_weight(weight, files, missing)) is not None
+        if (plan := find_weight(weight, files, missing, found)) is not None
     ]
     expert_keys = {weight.key for weight in weights}
     plain_tensors, copies = list[_PlainTensor](), list[tuple[str, str]]()
@@ -227,11 +227,11 @@ def _prepare(
             plain_tensors.append(_PlainTensor(keys, t, stored))
             copies += [(stored.names[0], name) for name in aliases]
     sources = [*(s for plan in plans for s in plan.stored), *(t.stored for t in plain_tensors)]
-    used = _used_names(sources)
+    used = _used_names(sources) | {*found}
     report.ignored = [name for _, name in copies]
     _sort_unexpected(module, files, used, report)
     if missing or (strict and report.unexpected):
-        raise KeyError(_mismatch_message(files, missing, report.unexpected))
+        raise KeyError(_mismatch_message(files, missing, found, report.unexpected))
     for plan in plans:
         plan.check_headers()
     for tensor in plain_tensors:
@@ -380,18 +380,22 @@ def _sort_unexpected(module: nn.Module, files: Reader, used: set[str], report: R
             report.unexpected.append(name)
 
 
-def _mismatch_message(files: Reader, missing: list[str], unexpected: list[str]) -> str:
+def _mismatch_message(
+    files: Reader, missing: list[str], found: list[str], unexpected: list[str]
+) -> str:
     """Return a message with missing and unexpected names, and a remedy."""
-    return (
-        f"{files.folder} lacks {_abbreviate(missing)} and has, beyond the module, "
-        f"{_abbreviate(unexpected)}: {_remedy(files, missing, unexpected)}"
-    )
+    parts = [f"lacks {_abbreviate(missing)}"] if missing else []
+    parts += [f"has, beyond the module, {_abbreviate(unexpected)}"] if unexpected else []
+    return f"{files.folder} {' and '.join(parts)}: {_remedy(files, missing, found, unexpected)}"
 
 
-def _remedy(files: Reader, missing: list[str], unexpected: list[str]) -> str:
+def _remedy(files: Reader, missing: list[str], found: list[str], unexpected: list[str]) -> str:
     """Return a remedy that fits the names."""
+    incomplete = "the checkpoint is incomplete, or of a module with fewer layers or experts"
     if not missing:
-        return "strict=False ignores them"
+        return "if the module should not have them, strict=False ignores the tensors"
+    if found and not unexpected:
+        return f"it has other tensors of these weights, so {incomplete}"
     if any(".lora_" in name for name in missing):
         return "the module has adapters of PEFT: load the checkpoint before get_peft_model"
     tails = {_last_parts(name) for name in unexpected}
@@ -406,7 +410,7 @@ def _remedy(files: Reader, missing: list[str], unexpected: list[str]) -> str:
     neighbors = [name for name in files if base and name.startswith(f"{base}.")]
     if neighbors:
         return f"it has {_abbreviate(neighbors)}, which is not a layout of {', '.join(LAYOUTS)}"
-    return "the checkpoint is incomplete, or of a module with fewer layers or experts"
+    return incomplete
 
 
 def _last_parts(name: str) -> str:
@@ -416,7 +420,7 @@ def _last_parts(name: str) -> str:
 
 def _abbreviate(names: list[str]) -> str:
     """Return the first names of a list, for messages."""
-    return ", ".join(names[:4]) + f", ... ({len(names)})" * (len(names) > 4) or "nothing"
+    return ", ".join(names[:4]) + f", ... ({len(names)})" * (len(names) > 4)
 
 
 def _check_copies(files: Reader, copies: list[tuple[str, str]]) -> None:

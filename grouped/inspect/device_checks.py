@@ -25,46 +25,46 @@ _INTERNAL = (
 class DeviceChecks:
     """Block that records on the device which call first broke a rule, without a synchronization.
 
-    A subclass sets a recorder in ``start``, removes it in ``stop``, and calls ``record`` from it.
+    A subclass sets a recorder in ``_start``, removes it in ``_stop``, and calls ``_note`` from it.
     """
 
     def __init__(self) -> None:
         #: () int64 for each device: the smallest code of a broken rule. A code is the number of the
         #: call times the number of rules, plus the rule.
         self._codes: dict[torch.device, Tensor] = {}
-        #: Location of each call, and what ``describe`` needs.
+        #: Location of each call, and what ``_describe`` needs.
         self._calls: list[tuple[str, tuple[Any, ...]]] = []
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Have calls recorded, or raise RuntimeError if another block is active."""
         raise NotImplementedError
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Have calls recorded no longer."""
         raise NotImplementedError
 
-    def rules(self) -> tuple[str, ...]:
+    def _rules(self) -> tuple[str, ...]:
         """Return the rules as they are broken."""
         raise NotImplementedError
 
-    def describe(self, rule: str, call: str, info: tuple[Any, ...]) -> str:
+    def _describe(self, rule: str, call: str, info: tuple[Any, ...]) -> str:
         """Return the message for a broken rule.
 
         Args:
-            rule: One of ``rules``.
+            rule: One of ``_rules``.
             call: Number and location of the call.
-            info: As given to ``record``.
+            info: As given to ``_note``.
         """
         raise NotImplementedError
 
     def __enter__(self: C) -> C:
-        self.start()
+        self._start()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self._device_code(torch.device("cuda", torch.cuda.current_device()))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        self.stop()
+        self._stop()
         if kind is None:
             self.check()
 
@@ -78,12 +78,12 @@ class DeviceChecks:
             device_code.fill_(_NONE)
         if code == _NONE:
             return
-        number, rule = divmod(code, len(self.rules()))
+        number, rule = divmod(code, len(self._rules()))
         location, info = self._calls[number]
         call = f"call {number} since the block began, at {location}"
-        raise ValueError(self.describe(self.rules()[rule], call, info))
+        raise ValueError(self._describe(self._rules()[rule], call, info))
 
-    def record(self, broken: Tensor, *info: Any) -> None:
+    def _note(self, broken: Tensor, *info: Any) -> None:
         """Record on the device which rule the call broke, if any. The first of all calls stays.
 
         Args:

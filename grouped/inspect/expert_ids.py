@@ -31,17 +31,17 @@ class check_expert_ids(DeviceChecks):
             before the capture.
     """
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Set the recorder of ids."""
         if ExpertIdChecks.recorder is not None:
             raise RuntimeError("grouped.inspect.check_expert_ids is active already")
         ExpertIdChecks.recorder = self._record
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Remove the recorder of ids."""
         ExpertIdChecks.recorder = None
 
-    def rules(self) -> tuple[str, ...]:
+    def _rules(self) -> tuple[str, ...]:
         """Return the rules of ``grouped.moe``, as they are broken."""
         return (
             "an id is less than -1",
@@ -49,7 +49,7 @@ class check_expert_ids(DeviceChecks):
             "expert_map has an entry outside of [-1, {experts}), the experts of w1",
         )
 
-    def describe(self, rule: str, call: str, info: tuple[Any, ...]) -> str:
+    def _describe(self, rule: str, call: str, info: tuple[Any, ...]) -> str:
         """Return the message for a broken rule."""
         shape, num_experts, experts = info
         broken = rule.format(num_experts=num_experts, experts=experts)
@@ -67,4 +67,4 @@ class check_expert_ids(DeviceChecks):
                     ((positions < -1) | (positions >= experts)).any(),
                 ]
             )
-        self.record(broken, tuple(ids.shape), num_experts, experts)
+        self._note(broken, tuple(ids.shape), num_experts, experts)

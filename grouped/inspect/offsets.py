@@ -36,17 +36,17 @@ class check_offsets(DeviceChecks):
             before the capture.
     """
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Set the recorder of end rows."""
         if EndRowChecks.recorder is not None:
             raise RuntimeError("grouped.inspect.check_offsets is active already")
         EndRowChecks.recorder = self._record
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Remove the recorder of end rows."""
         EndRowChecks.recorder = None
 
-    def rules(self) -> tuple[str, ...]:
+    def _rules(self) -> tuple[str, ...]:
         """Return the rules of ``grouped.quantize``, as they are broken."""
         return (
             "an end row is negative",
@@ -54,7 +54,7 @@ class check_offsets(DeviceChecks):
             "the last end row is past the {rows} rows of the tensor",
         )
 
-    def describe(self, rule: str, call: str, info: tuple[Any, ...]) -> str:
+    def _describe(self, rule: str, call: str, info: tuple[Any, ...]) -> str:
         """Return the message for a broken rule."""
         groups, rows = info
         return (
@@ -65,4 +65,4 @@ class check_offsets(DeviceChecks):
     def _record(self, offs: Tensor, rows: int) -> None:
         with torch.no_grad():
             broken = torch.stack([(offs < 0).any(), (offs[1:] < offs[:-1]).any(), offs[-1] > rows])
-        self.record(broken, offs.shape[0], rows)
+        self._note(broken, offs.shape[0], rows)
