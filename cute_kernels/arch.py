@@ -5,7 +5,7 @@ kernels that use its tensor cores.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
@@ -29,6 +29,7 @@ class Arch:
         tuned_by: Source of the tuning decisions of the quantizers. They are times measured on a
             GPU, or instruction counts of the emulator.
         targets: Compiler targets that run these kernels.
+        gpus: Names of GPUs that run these kernels.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Arch:
     smem_bytes: int
     tuned_by: Literal["time", "instruction_count"]
     targets: tuple[str, ...]
+    gpus: tuple[str, ...]
 
 
 #: Records by name. A B300 (``sm_103a``) runs the kernels of ``sm_100a``, compiled for it.
@@ -59,6 +61,7 @@ ARCHS: Mapping[str, Arch] = MappingProxyType(
                 smem_bytes=227 * 1024,
                 tuned_by="time",
                 targets=("sm_90a",),
+                gpus=("H100", "H200"),
             ),
             Arch(
                 name="sm_100a",
@@ -71,6 +74,7 @@ ARCHS: Mapping[str, Arch] = MappingProxyType(
                 smem_bytes=227 * 1024,
                 tuned_by="instruction_count",
                 targets=("sm_100a", "sm_103a"),
+                gpus=("B200", "B300"),
             ),
         )
     }
@@ -88,3 +92,16 @@ def get_arch(name: str) -> Arch:
             f"arch must be one of {', '.join(ARCHS)}, got {name!r}" + did_you_mean(name, ARCHS)
         )
     return ARCHS[name]
+
+
+def family_of(target: str) -> str:
+    """Return the name of the architecture that runs a compiler target, or the text itself."""
+    return next((arch.name for arch in ARCHS.values() if target in arch.targets), target)
+
+
+def suggest_arch(text: str, choices: Iterable[str]) -> str:
+    """Return a suggestion for an unknown name: the architecture of a GPU, or a close choice."""
+    for arch in ARCHS.values():
+        if isinstance(text, str) and text.upper() in arch.gpus:
+            return f": {text} is {arch.name!r}"
+    return did_you_mean(text, choices)

@@ -13,8 +13,9 @@ import torch
 
 from ptx_emulator.host.suggestions import did_you_mean
 
-from .arch import ARCHS
+from .arch import ARCHS, family_of, suggest_arch
 from .formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, RECORDS, Format, FP8Block
+from .formats.base import suggest_record
 from .records import UnsupportedError
 
 ARCHITECTURES = ("reference", *ARCHS)
@@ -122,6 +123,8 @@ class Support:
 
 
 _YES = Support(True)
+#: End of the reasons that a kernel could remove. Other combinations cannot exist.
+_YET = " yet"
 
 
 def add_support(fmt: type[Format], ops: Sequence[str], archs: Sequence[str]) -> None:
@@ -172,7 +175,8 @@ def support(
         op: One of ``OPS``.
         fmt: Format record such as ``NVFP4(row_scaled=True)``, a format class for its
             defaults, or None for plain bf16, fp16 or fp32 operands.
-        arch: One of ``ARCHITECTURES``, or ``"reference:sm_90a"`` or ``"reference:sm_100a"``:
+        arch: One of ``ARCHITECTURES``, a compiler target that runs the kernels of one, such as
+            ``"sm_103a"`` (B300), or ``"reference:sm_90a"`` or ``"reference:sm_100a"``:
             the reference backend that accumulates like the tensor cores of that architecture. That
             backend supports what the architecture's kernels support, and some planned combinations.
         dtype: Dtype of the plain operands, of the quantized input, or of the dequantized result.
@@ -195,15 +199,20 @@ def support(
     """
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}" + did_you_mean(op, OPS))
+    asked, arch = arch, family_of(arch)
     if arch not in (*ARCHITECTURES, *_TENSOR_CORE_BACKENDS):
         raise ValueError(
-            f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}"
-            + did_you_mean(arch, (*ARCHITECTURES, *_TENSOR_CORE_BACKENDS))
+            f"arch must be one of {', '.join(ARCHITECTURES)}, got {asked!r}"
+            + suggest_arch(asked, (*ARCHITECTURES, *_TENSOR_CORE_BACKENDS))
         )
     if isinstance(fmt, type):
         fmt = fmt()
     if not (fmt is None or isinstance(fmt, Format)):
-        raise TypeError(f"fmt must be a format record or None, got {fmt!r}")
+        hint = (
+            suggest_record(fmt)
+            or ": pass the format of one role of a recipe, such as recipe.weight"
+        )
+        raise TypeError(f"fmt must be a format record or None, got {fmt!r}" + hint)
     tensor_core = _TENSOR_CORE_BACKENDS.get(arch, arch)
     if arch in _TENSOR_CORE_BACKENDS:
         arch = _capability_arch(op, fmt, _TENSOR_CORE_BACKENDS[arch])
@@ -255,18 +264,18 @@ def _why_format_missing(op: str, fmt: Format) -> str:
     """Return why the table has no entry of ``op`` and ``fmt``."""
     kind = type(fmt).__name__
     if all(name != fmt.name for _, name in _RUNS):
-        return f"{kind} is not built yet"
+        return f"{kind} is not built{_YET}"
     if op == "grouped_gemm_w4a8" and fmt.element.bits != 8:
         return _NEEDS_BYTES
     takes_formats = any(key[0] == op and key[1] is not None for key in _RUNS)
-    return f"no {op} of {kind} yet" if takes_formats else f"{op} takes plain tensors, not {kind}"
+    return f"no {op} of {kind}{_YET}" if takes_formats else f"{op} takes plain tensors, not {kind}"
 
 
 def _why_arch_unsupported(op: str, fmt: Format | None, arch: str) -> str:
     """Return why ``arch`` does not run ``op`` for ``fmt``, or '' if it does."""
     key = op, None if fmt is None else fmt.name
     if arch not in _RUNS[key]:
-        return f"no {arch} kernel of {op} yet"
+        return f"no {arch} kernel of {op}{_YET}"
     return "" if fmt is None or arch == "reference" else why_unsupported(fmt)
 
 
@@ -409,7 +418,8 @@ def require(op: str, fmt: Format | None, arch: str, **options: Any) -> None:
 def markdown_table() -> str:
     """Return the support table of docs/support.md in Markdown.
 
-    Formats of an op that run on the same architectures share a row.
+    Formats of an op that run on the same architectures share a row. "not yet" stands for a kernel
+    that is not written, a dash for a combination that cannot exist.
     """
     plain: dict[str, dict[str, torch.dtype]] = {
         "compute_offsets": {"int32, int64": torch.int32},
@@ -432,10 +442,11 @@ def markdown_table() -> str:
         ("delayed FP8", FP8(scaling="delayed"), False),
     )
 
+    def cell(status: Support) -> str:
+        return "yes" if status else "not yet" if status.reason.endswith(_YET) else "-"
+
     def cells(op: str, fmt: Format | None, **options: Any) -> str:
-        return " | ".join(
-            "yes" if support(op, fmt, arch, **options) else "-" for arch in ARCHITECTURES
-        )
+        return " | ".join(cell(support(op, fmt, arch, **options)) for arch in ARCHITECTURES)
 
     rows = ["| op | operands | " + " | ".join(ARCHITECTURES) + " |"]
     rows.append("|---|---|" + "---|" * len(ARCHITECTURES))

@@ -8,7 +8,7 @@ Run it with torchrun, or alone, which starts the two processes itself:
 Each process has half of the tokens and half of the experts. Tokens travel to the processes of their
 experts, and the outputs come back. Each process prints its experts and the bytes that it sent, and
 checks that its outputs and the gradients of its experts have the bits of one process with all
-tokens and all experts.
+tokens and all experts. The processes use NCCL if each of them has a GPU, else gloo on CPUs.
 """
 
 import os
@@ -25,7 +25,7 @@ from grouped.parallel import ExpertParallel
 RANKS, HIDDEN, INNER, EXPERTS, TOKENS = 2, 64, 32, 8, 64
 
 
-def build():
+def build(device):
     """Return the same layer in each process."""
     torch.manual_seed(0)
     return grouped.nn.MoE(
@@ -35,30 +35,33 @@ def build():
         top_k=2,
         recipe=grouped.recipes.FP8Block(),
         dtype=torch.bfloat16,
-    )
+    ).to(device)
 
 
 def work():
     """Run in each process."""
     torch.set_num_threads(1)
-    # gloo is for CPUs; with GPUs use "nccl" and the mesh of "cuda".
-    dist.init_process_group("gloo")
+    device = "cuda" if torch.cuda.device_count() >= RANKS else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    mesh = init_device_mesh(device, (RANKS,), mesh_dim_names=("ep",))
 
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randn(RANKS * TOKENS, HIDDEN, generator=generator).bfloat16()
+    tokens = torch.randn(RANKS * TOKENS, HIDDEN, generator=generator).bfloat16().to(device)
 
     # One process with everything, to compare with.
-    whole = build()
+    whole = build(device)
     wanted = whole(tokens)
-    wanted.float().square().sum().backward()
+    wanted.float().square().mean().backward()
 
     # The parameters become DTensors: those of the experts are sharded, that of the router is not.
-    moe = parallelize_module(build(), mesh["ep"], ExpertParallel())
+    moe = parallelize_module(build(device), mesh["ep"], ExpertParallel())
     mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
-    out, losses = moe(tokens[mine], losses=True)
-    out.float().square().sum().backward()
+    out = moe(tokens[mine])
+    # Gradients are sums over the ranks. The mean over all tokens is the mean of the ranks' means.
+    (out.float().square().mean() / RANKS).backward()
 
     weight = moe.experts.down.weight
     local = weight.to_local()
@@ -73,9 +76,8 @@ def work():
 
 def start(rank, port):
     """Set what torchrun sets, then work."""
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), **address)
     work()
 
 

@@ -244,7 +244,7 @@ class AdamW(Optimizer):
             return
         is_stochastic = isinstance(local, GroupedTensor) and local.format.is_stochastic
         if not is_stochastic and not (local.is_cuda and torch.cuda.is_current_stream_capturing()):
-            check_master(self, p, "another function, such as load_state_dict,")
+            check_master(self, p, "load_state_dict() or another function")
 
     @torch.no_grad()
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:

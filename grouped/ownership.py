@@ -87,7 +87,8 @@ RULES: dict[str, tuple[str, str]] = {
     ),
     "meta": (
         "it is on the meta device, without values",
-        "Load its values first, as by load_state_dict(assign=True) or to_empty and a checkpoint",
+        "Build the model on its device, or load the values first, as by "
+        "load_state_dict(assign=True) or grouped.checkpoint.load(model, folder, device=...)",
     ),
     "bitsandbytes": (
         "bitsandbytes holds it in codes of its own (load_in_4bit, load_in_8bit)",
@@ -324,8 +325,8 @@ def _check_notes(optimizer: Optimizer) -> None:
         notes = p.__dict__
         if purpose := notes.get(_REPLACED_BY):
             raise RuntimeError(
-                f"{type(optimizer).__name__} holds a parameter of shape {tuple(p.shape)} that "
-                f"{purpose} replaced: a step would not change the model. Make the optimizer after "
+                f"{type(optimizer).__name__} holds {_describe(optimizer, p)} that {purpose} "
+                "replaced: a step would not change the model. Make the optimizer after "
                 f"{purpose}"
             )
         if purpose := notes.get(_WRITTEN_BY):
@@ -340,10 +341,21 @@ def check_master(optimizer: Optimizer, p: Tensor, purpose: str) -> None:
     """
     if _has_old_master(optimizer.state.get(p, {}), local_part(p)):
         raise RuntimeError(
-            f"{type(optimizer).__name__} has a master of a parameter of shape {tuple(p.shape)} "
-            f"that {purpose} wrote: a step would put the old values back. Make the optimizer after "
-            f"{purpose}"
+            f"{type(optimizer).__name__} has a master of {_describe(optimizer, p)} that {purpose} "
+            "wrote: a step would put the old values back. Make the optimizer afterwards, or load "
+            "the optimizer's state as well"
         )
+
+
+def _describe(optimizer: Optimizer, parameter: Tensor) -> str:
+    """Return the name of a parameter, if the optimizer has names, else its index; and its shape."""
+    for number, group in enumerate(optimizer.param_groups):
+        for index, p in enumerate(group["params"]):
+            if p is parameter:
+                names = group.get("param_names")
+                name = repr(names[index]) if names else f"{index} of param_groups[{number}]"
+                return f"parameter {name} of shape {tuple(p.shape)}"
+    return f"a parameter of shape {tuple(parameter.shape)}"
 
 
 def _has_old_master(state: dict[str, Any], p: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """``prepare``: quantize the expert weights of a model once, in place."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -62,10 +62,12 @@ class Source(NamedTuple):
     Attributes:
         find_weights: Returns the weights of a module that is experts of the library, else None.
         finish: Called with a model in which such weights were quantized.
+        recipes: Recipes by the names by which users of the library choose them.
     """
 
     find_weights: Callable[[nn.Module], list[Weight] | None]
     finish: Callable[[nn.Module], None]
+    recipes: Mapping[str, Recipe]
 
 
 #: Libraries whose experts ``prepare`` quantizes.

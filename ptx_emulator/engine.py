@@ -339,6 +339,9 @@ def options(
         raise ValueError(
             f"mode must be one of {sorted(_MODES)}, got {mode!r}" + did_you_mean(mode, _MODES)
         )
+    for name, flag in (("races", races), ("check_fences", check_fences)):
+        if not (flag is None or isinstance(flag, bool)):
+            raise TypeError(f"{name} must be True or False, got {flag!r}")
     new = {
         "mode": None if mode is None else _MODES[mode],
         "seed": seed,

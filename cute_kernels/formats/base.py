@@ -9,10 +9,13 @@ its codecs.
 import abc
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+
+from ptx_emulator.host.suggestions import closest
 
 from ..deprecation import DeprecatedAttribute, deprecated_attributes, warn_deprecated
 from ..records import Record, check_choice, read, suggest_arguments
@@ -376,6 +379,16 @@ def parse_block(value: object, choices: tuple[tuple[int, int], ...]) -> tuple[in
 FormatClass = TypeVar("FormatClass", bound=type[Format])
 #: Record classes by the name of their format.
 RECORDS: dict[str, type[Format]] = {}
+
+
+def suggest_record(text: object) -> str:
+    """Return ``": did you mean NVFP4()?"`` if a text is close to a format's name, else ''."""
+    if not isinstance(text, str):
+        return ""
+    classes = {name: cls.__name__ for name, cls in RECORDS.items()}
+    # An option may follow the name, as in "nvfp4_row_scaled" or "nvfp4:row_scaled".
+    match = closest(text, classes) or closest(re.split(r"[_:( ]", text)[0], classes)
+    return "" if match is None else f": did you mean {classes[match]}()?"
 
 
 def record(cls: FormatClass) -> FormatClass:

@@ -187,6 +187,27 @@ def _outcome(spec: KernelSpec, answer: Answer) -> str:
     return f"{short_name(spec)} {'failed' if isinstance(answer, str) else outcome[answer]}"
 
 
+def _matching_specs(arch: Architecture, pattern: str) -> list[KernelSpec]:
+    """Return the kernels of an architecture whose specs match a regular expression.
+
+    Raises:
+        ValueError: ``pattern`` is not a regular expression, or matches no kernel.
+    """
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"--match must be a regular expression, got {pattern!r}: {error}"
+        ) from None
+    specs = [spec for spec in declared_specs(arch) if expression.search(canonical_text(spec))]
+    if not specs:
+        raise ValueError(
+            f"--match {pattern!r} matches no kernel of {arch}: upper and lower case differ, and "
+            "--list without --match shows all specs"
+        )
+    return specs
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command ``python -m cute_kernels.precompile``, and return its exit status."""
     parser = argparse.ArgumentParser(
@@ -210,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         for arch in map(_target, options.arch or [None]):
-            specs = [s for s in declared_specs(arch) if re.search(options.match, canonical_text(s))]
+            specs = _matching_specs(arch, options.match)
             if options.list:
                 print(*map(canonical_text, specs), sep="\n")
                 continue

@@ -158,6 +158,11 @@ def describes_quantization(config: Mapping[str, Any]) -> bool:
     return any(True for _ in quantization_sections(config))
 
 
+def is_plain_dtype(dtype: str) -> bool:
+    """Return True if a name of torch or safetensors is of a dtype that is not quantized."""
+    return re.fullmatch(r"(b?float|BF|F)(16|32|64)", dtype) is not None
+
+
 def check_plain(name: str, dtype: str, is_weight: bool = False) -> None:
     """Raise ValueError for a weight that would be copied, but is not plain.
 
@@ -166,9 +171,7 @@ def check_plain(name: str, dtype: str, is_weight: bool = False) -> None:
         dtype: Name of its dtype in torch or safetensors.
         is_weight: True checks a tensor whose name does not end in ``.weight``, too.
     """
-    if (is_weight or name.endswith(".weight")) and not re.fullmatch(
-        r"(b?float|BF|F)(16|32|64)", dtype
-    ):
+    if (is_weight or name.endswith(".weight")) and not is_plain_dtype(dtype):
         raise ValueError(
             f"{name} is {dtype}: only experts are quantized, other weights must be plain (bf16, "
             "fp16 or fp32). Dequantize the model first"

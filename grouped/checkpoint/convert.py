@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from .calibrate import input_amaxes
-from .config import QuantizedWeight, check_plain, config_files, describes_quantization
+from .config import (
+    QuantizedWeight,
+    check_plain,
+    config_files,
+    describes_quantization,
+    is_plain_dtype,
+)
 from .files import CHECKPOINT_SUFFIXES, CLAIM, CONFIG, SHARD_BYTES, Reader, Writer, progress
 from .layouts import Layout, get_writable_layout
 from .plain_tensors import check_finite, quantize_weight, signal_to_noise
@@ -154,6 +160,12 @@ def _check_source(files: Reader, experts: Mapping[str, re.Match[str]], transpose
     for layer in stacked_layers:
         names = {m["projection"]: n for n, m in experts.items() if m["layer"] == layer}
         _check_transposed(layer, names, files, transposed)
+    for name in experts:
+        if not is_plain_dtype(dtype := files.header(name).dtype):
+            raise ValueError(
+                f"{name} is {dtype}, so {files.folder} is quantized already: convert the plain "
+                "checkpoint of the model (bf16, fp16 or fp32), so that no weight is rounded twice"
+            )
     was_quantized = describes_quantization(files.config())
     for name in files:
         if name not in experts:

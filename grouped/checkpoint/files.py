@@ -1,5 +1,6 @@
 """Folders of safetensors files: tensors are read by name and written shard by shard."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -332,6 +333,9 @@ class Writer:
                 save_file(self._pending, partial, {"format": "pt"})
             except SafetensorError as error:
                 raise OSError(f"{partial} cannot be written: {error}") from None
+            # safetensors makes files that only their owner reads; the claim has the umask's mode.
+            with contextlib.suppress(FileNotFoundError):
+                partial.chmod((self._folder / CLAIM).stat().st_mode & 0o777)
             self._shards.append(tuple(self._pending))
         self._pending, self._bytes = {}, 0
 

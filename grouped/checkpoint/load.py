@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from cute_kernels.records import check_kind
 
 from ..ownership import RULES, UNFILLABLE, Owner, Ownership, refill, retire
+from ..preparation import SOURCES
 from ..tensor.dtensor_parts import local_part
 from ..tensor.grouped_tensor import GroupedTensor
+from .allocate import Allocator
 from .config import check_config
 from .extras import find_harmless, find_result_changing
 from .files import Reader, progress
 from .layouts import LAYOUTS, stacked_suffix
 from .plans import Plan, find_plain_tensor, find_weight
+from .products import check_products
 from .shards import (
     check_can_fill,
     check_can_quantize,
@@ -69,6 +72,7 @@ def load(
     *,
     rename: Mapping[str, str] | None = None,
     strict: bool = True,
+    device: torch.device | str | int | None = None,
 ) -> Report:
     """Load a checkpoint into ``module``.
 
@@ -89,14 +93,21 @@ def load(
     (``ExpertTensorParallel``) can be loaded from plain weights. Create optimizers after loading: an
     optimizer with a replaced parameter, or with a master of old values, raises at its next step.
 
+    A model that does not fit in memory as plain weights can be built on the meta device and loaded
+    with ``device``: quantized experts are read as they are, and no plain copy of them is allocated.
+    All tensors outside of the state dict, such as the tables of rotary embeddings, must have their
+    values already.
+
     Args:
         module: A model of ``grouped.nn`` layers, or a transformers model with an experts
             implementation of ``grouped.integrations.transformers``. It must be on the device where
-            it will run.
+            it will run, or, with ``device``, on the meta device.
         folder: A folder of safetensors files. An index is optional.
         rename: Regular expressions and their replacements, which turn names of the module into
             names of the checkpoint: ``{"mlp": "block_sparse_moe"}``.
         strict: True raises for tensors of the checkpoint that the module does not have.
+        device: Device on which tensors of the meta device are allocated. Tied ones stay tied. None
+            raises for them.
 
     Returns:
         A report of layouts, ignored tensors and weights that were quantized again.
@@ -107,16 +118,19 @@ def load(
         ValueError: A file is damaged, or a tensor has another shape or dtype than the module, or is
             FP8 or integer without scales. Scales are NaN, infinite, negative, or zero above nonzero
             codes. An additional tensor changes the results of a weight, such as AWQ's
-            ``pre_quant_scale``. MXFP4 weights have no exact NVFP4 equivalent. A parameter is on the
-            meta device, its owner does not allow a replacement, or it is quantized and requires
-            gradients while the checkpoint has a quantized weight.
+            ``pre_quant_scale``. MXFP4 weights have no exact NVFP4 equivalent. A tensor is on the
+            meta device without ``device``, or although no checkpoint has it. The owner of a
+            parameter does not allow a replacement. A parameter is quantized and requires gradients
+            while the checkpoint has a quantized weight. The recipe or the experts implementation
+            of the module does not multiply the quantized weights.
+        cute_kernels.UnsupportedError: The device has no kernel for the quantized weights.
     """
     check_kind(bool, strict=strict)
     check_kind(nn.Module, module=module)
     named_tensors = state_dict_with_aliases(module)
     tensors = [t for _, t in named_tensors]
     try:
-        work = _prepare(module, named_tensors, Path(folder), rename, strict)
+        work = _prepare(module, named_tensors, Path(folder), rename, strict, device)
     except Exception:
         raise_on_all_ranks(tensors, has_error=True)  # Other ranks must not wait for this one.
         raise
@@ -139,6 +153,8 @@ class _CheckedLoad(NamedTuple):
     plain_tensors: list[_PlainTensor]
     tied: list[tuple[ExpertWeight, ExpertWeight]]
     report: Report
+    allocator: Allocator
+    module: nn.Module
 
     def check_values(self) -> None:
         """Read all scales, and raise ValueError for invalid ones."""
@@ -157,18 +173,24 @@ class _CheckedLoad(NamedTuple):
     def run(self) -> Report:
         """Read and write everything."""
         for tensor in self.plain_tensors:
-            fill(tensor.target, tensor.stored.read_plain)
-            refill([tensor.target], "checkpoint.load")
+            target = self.allocator.allocate(tensor.target)
+            fill(target, tensor.stored.read_plain)
+            refill([target], "checkpoint.load")
         for plan, owner in progress(self.plans, "experts"):
             if plan.layout is None:
-                fill(plan.weight.parameter, plan.read_plain)
-                refill([plan.weight.parameter], "checkpoint.load")
+                target = self.allocator.allocate(plan.weight.parameter)
+                fill(target, plan.read_plain)
+                refill([target], "checkpoint.load")
                 continue
             retire([plan.weight.parameter], "checkpoint.load")
-            _replace(plan, owner, self.report)
+            device = self.allocator.device_of(local_part(plan.weight.parameter))
+            _replace(plan, owner, device, self.report)
         for weight, original in self.tied:
             if original.key in self.report.layouts:
                 weight.replace(original.parameter)
+        if self.report.layouts:
+            for source in SOURCES:
+                source.finish(self.module)
         return self.report
 
 
@@ -178,6 +200,7 @@ def _prepare(
     folder: Path,
     rename: Mapping[str, str] | None,
     strict: bool,
+    device: torch.device | str | int | None,
 ) -> _CheckedLoad:
     """Check everything: names, owners, headers, then scales."""
     weights = list(expert_weights(module, rename))
@@ -185,12 +208,13 @@ def _prepare(
     pairs = [(weight, originals.setdefault(id(weight.parameter), weight)) for weight in weights]
     ownership = Ownership(module)
     _check_can_fill(module, ownership, named_tensors, weights)
-    files, missing, report = Reader(folder), list[str](), Report()
+    allocator = Allocator(module, {id(t) for _, t in named_tensors}, device)
+    files, missing, other_names, report = Reader(folder), list[str](), list[str](), Report()
     check_config(folder)
     plans = [
         plan
         for weight in originals.values()
-        if (plan := find_weight(weight, files, missing)) is not None
+        if (plan := find_weight(weight, files, missing, other_names)) is not None
     ]
     expert_keys = {weight.key for weight in weights}
     plain_tensors, copies = list[_PlainTensor](), list[tuple[str, str]]()
@@ -201,11 +225,11 @@ def _prepare(
             plain_tensors.append(_PlainTensor(keys, t, stored))
             copies += [(stored.names[0], name) for name in aliases]
     sources = [*(s for plan in plans for s in plan.stored), *(t.stored for t in plain_tensors)]
-    used = _used_names(sources)
+    used = _used_names(sources) | {*other_names}
     report.ignored = [name for _, name in copies]
     sort_unexpected(module, files, used, report)
     if missing or (strict and report.unexpected):
-        raise KeyError(_mismatch_message(files, missing, report.unexpected))
+        raise KeyError(_mismatch_message(files, missing, other_names, report.unexpected))
     for plan in plans:
         plan.check_headers()
     for tensor in plain_tensors:
@@ -213,9 +237,11 @@ def _prepare(
     _check_copies(files, copies)
     check_transposed(plans)
     owners = _check_owners(ownership, plans, weights)
+    check_products(plans, allocator.device_of)
     report.input_scales = {name: files[name] for name in report.input_scales}
     tied = [(weight, original) for weight, original in pairs if weight is not original]
-    work = _CheckedLoad(list(zip(plans, owners, strict=True)), plain_tensors, tied, report)
+    pairs_of_plans = list(zip(plans, owners, strict=True))
+    work = _CheckedLoad(pairs_of_plans, plain_tensors, tied, report, allocator, module)
     work.check_values()
     return work
 
@@ -241,11 +267,6 @@ def _check_can_fill(
         if owner is not None and owner.kind in UNFILLABLE:
             raise ValueError(f"checkpoint.load cannot fill {key}: {owner.rule}. {owner.advice}")
     for keys, t in named_tensors:
-        if t.is_meta:
-            raise ValueError(
-                f"{keys[0]} is on the meta device: allocate the module first, for instance with "
-                "to_empty(device=...)"
-            )
         check_can_fill(keys[0], t)
 
 
@@ -259,7 +280,7 @@ def _check_owners(
     """
     replaced = {id(plan.weight.parameter) for plan in plans if plan.layout is not None}
     targets = [(w.owner, w.attribute) for w in weights if id(w.parameter) in replaced]
-    ownership.check_replaceable(targets, "checkpoint.load", allow=("fsdp", "dtensor"))
+    ownership.check_replaceable(targets, "checkpoint.load", allow=("fsdp", "dtensor", "meta"))
     owners = [ownership.owner(plan.weight.owner, plan.weight.attribute, targets) for plan in plans]
     for plan, owner in zip(plans, owners, strict=True):
         if plan.layout is not None:
@@ -357,18 +378,25 @@ def sort_unexpected(module: nn.Module, files: Reader, used: set[str], report: Re
             report.unexpected.append(name)
 
 
-def _mismatch_message(files: Reader, missing: list[str], unexpected: list[str]) -> str:
+def _mismatch_message(
+    files: Reader, missing: list[str], other_names: list[str], unexpected: list[str]
+) -> str:
     """Return a message with missing and unexpected names, and a remedy."""
-    return (
-        f"{files.folder} lacks {_abbreviate(missing)} and has, beyond the module, "
-        f"{_abbreviate(unexpected)}: {_remedy(files, missing, unexpected)}"
-    )
+    clauses = [f"lacks {_abbreviate(missing)}"] if missing else []
+    clauses += [f"has, beyond the module, {_abbreviate(unexpected)}"] if unexpected else []
+    remedy = _remedy(files, missing, other_names, unexpected)
+    return f"{files.folder} {' and '.join(clauses)}: {remedy}"
 
 
-def _remedy(files: Reader, missing: list[str], unexpected: list[str]) -> str:
+def _remedy(
+    files: Reader, missing: list[str], other_names: list[str], unexpected: list[str]
+) -> str:
     """Return a remedy that fits the names."""
+    incomplete = "the checkpoint is incomplete, or of a module with fewer layers or experts"
     if not missing:
-        return "strict=False ignores them"
+        return "if the module should not have them, strict=False ignores the tensors"
+    if other_names and not unexpected:
+        return f"it has other tensors of these weights, so {incomplete}"
     if any(".lora_" in name for name in missing):
         return "the module has adapters of PEFT: load the checkpoint before get_peft_model"
     tails = {_last_parts(name) for name in unexpected}
@@ -383,7 +411,7 @@ def _remedy(files: Reader, missing: list[str], unexpected: list[str]) -> str:
     neighbors = [name for name in files if base and name.startswith(f"{base}.")]
     if neighbors:
         return f"it has {_abbreviate(neighbors)}, which is not a layout of {', '.join(LAYOUTS)}"
-    return "the checkpoint is incomplete, or of a module with fewer layers or experts"
+    return incomplete
 
 
 def _last_parts(name: str) -> str:
@@ -393,7 +421,7 @@ def _last_parts(name: str) -> str:
 
 def _abbreviate(names: list[str]) -> str:
     """Return the first names of a list, for messages."""
-    return ", ".join(names[:4]) + f", ... ({len(names)})" * (len(names) > 4) or "nothing"
+    return ", ".join(names[:4]) + f", ... ({len(names)})" * (len(names) > 4)
 
 
 def _check_copies(files: Reader, copies: list[tuple[str, str]]) -> None:
@@ -411,14 +439,14 @@ def _check_copies(files: Reader, copies: list[tuple[str, str]]) -> None:
             )
 
 
-def _replace(plan: Plan, owner: Owner | None, report: Report) -> None:
+def _replace(plan: Plan, owner: Owner | None, device: torch.device, report: Report) -> None:
     """Replace a parameter by the quantized weight of the checkpoint, for this rank's experts."""
     weight, layout = plan.weight, plan.layout
     assert layout is not None
     old, groups = weight.parameter, local_rows(weight.parameter)
     assert groups is not None
     # A rank without experts reads the first one, and takes zero groups of it.
-    quantized, noise = plan.read_quantized(groups or range(1), local_part(old).device, old.dtype)
+    quantized, noise = plan.read_quantized(groups or range(1), device, old.dtype)
     if groups:
         report.reconciled |= noise
     weight.replace(make_parameter(old, quantized if groups else quantized[:0], weight.shape))

@@ -116,10 +116,13 @@ class Plan(NamedTuple):
         )
 
 
-def find_weight(weight: ExpertWeight, files: Reader, missing: list[str]) -> Plan | None:
+def find_weight(
+    weight: ExpertWeight, files: Reader, missing: list[str], other_names: list[str]
+) -> Plan | None:
     """Return the plan of a weight.
 
-    If the checkpoint lacks some of its tensors, return None and add their names to ``missing``.
+    If the checkpoint lacks some of its tensors, return None, add their names to ``missing``, and
+    those of its other tensors to ``other_names``.
     """
     groups, *matrix = weight.shape
     rows = (matrix[0] // len(weight.projections), *matrix[1:])
@@ -137,8 +140,9 @@ def find_weight(weight: ExpertWeight, files: Reader, missing: list[str]) -> Plan
         ]
         if any(names[-1] in files for names in candidates):
             lacking = [name for names in candidates for name in names if name not in files]
-            missing += lacking
             if lacking:
+                missing += lacking
+                other_names += [name for names in candidates for name in names if name in files]
                 return None
             stored = [Stored(files, layout, names, rows) for names in candidates]
             return Plan(weight, layout, stored, False)

@@ -1,8 +1,7 @@
 """Backward pass of the experts.
 
 Saved for it are x, p, z and the routing. Neither the gathered rows nor a nor h are: rows and a are
-computed again, and nothing reads h, by the formulas of docs/guide/moe.md, section "Memory and
-gradients".
+computed again, and nothing reads h, by the formulas of docs/internals/moe.md.
 """
 
 from __future__ import annotations

@@ -297,6 +297,11 @@ def _multiply_quantized(
     formats = (a.format.text, b.format.text)
     if b.offs is None:
         _check_uniform(b, "ragged or uniform")
+        if a.num_groups != b.num_groups:
+            raise ValueError(
+                f"a and b must have equal groups: a has {a.num_groups}, by its offs, and b has "
+                f"{b.num_groups}, by its shape {tuple(b.shape)}"
+            )
         b_codes, b_scales = _weights(a, b, transpose_b)
         a_codes, a_scales = _operand(a, "a", "rowwise")
         operands = (a_codes, b_codes, a.offs, bias, alpha, transpose_b, dtype, a_scales, b_scales)
@@ -352,8 +357,14 @@ def _weights(a: Tensor, b: GroupedTensor, transpose_b: bool) -> tuple[Tensor, li
     depth = b.shape[1 if transpose_b else 2]
     if a.dim() != 2 or a.shape[1] != depth:
         # The op cannot check this: columnwise codes of b may be padded to whole tiles.
+        hint = ""
+        if a.dim() == 2 and a.shape[1] == b.shape[2 if transpose_b else 1]:
+            hint = (
+                f". A weight is (E, N, K), and b of shape {tuple(b.shape)} looks transposed: "
+                f"pass transpose_b={not transpose_b}, or quantize the weight as (E, N, K)"
+            )
         raise ValueError(
-            f"a must have as many columns as b contracts, {depth}, got {tuple(a.shape)}"
+            f"a must have as many columns as b contracts, {depth}, got {tuple(a.shape)}{hint}"
         )
     return operand
 

@@ -202,16 +202,18 @@ def _check_quantized_weight(weight: GroupedTensor, need_dx: bool) -> None:
         )
     if need_dx and weight.format.is_transformed:
         raise ValueError(
-            f"weight is {weight.format}, whose transformed columnwise copy dgrad does not read: "
-            "quantize it without hadamard where x requires a gradient"
+            f"weight is {weight.format}, whose transformed columnwise copy the gradient of the "
+            "input does not read: quantize it without hadamard where x requires a gradient"
         )
     if weight.rowwise is None:
-        raise RuntimeError(f"weight has no rowwise copy, which fprop reads: {weight!r}")
+        raise RuntimeError(
+            f"weight has no rowwise copy, which the forward product reads: {weight!r}"
+        )
     if weight.columnwise is None and need_dx:
         raise RuntimeError(
-            f"weight has no columnwise copy, which dgrad reads: {weight!r}; make it by "
-            "grouped.prepare or grouped.quantize with columnwise=True, or call the layer under "
-            "torch.no_grad()"
+            "weight has no columnwise copy, which the gradient of the input reads. To serve, call "
+            "the layer under torch.no_grad(). To train layers before it, make the copy by "
+            f"grouped.prepare or grouped.quantize with columnwise=True. weight is {weight!r}"
         )
 
 

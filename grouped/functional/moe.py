@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -137,6 +137,17 @@ def moe(
     return call.run() if out is None else call.run_into(out)
 
 
+class ExpertIdChecks:
+    """Process-wide setting of ``grouped.inspect.check_expert_ids``.
+
+    Attributes:
+        recorder: Function that is called with the ids, the map, ``num_experts`` and the number of
+            experts of w1 for each eager call, or None.
+    """
+
+    recorder: Callable[[Tensor, Tensor | None, int, int], object] | None = None
+
+
 class ExpertsCall(NamedTuple):
     """The arguments of ``moe``, but ``out``, and the data type of the result.
 
@@ -181,12 +192,16 @@ class ExpertsCall(NamedTuple):
 
     def run(self) -> Tensor:
         """Return the result, replayed if gradients are disabled. Types must be checked before."""
+        if ExpertIdChecks.recorder is not None:
+            self.record_ids()
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.compute()
         return replay_inference(("moe", self.key), self.inputs, self.layers_key(), self.compute)
 
     def run_into(self, out: Tensor) -> Tensor:
         """Write the result into ``out`` and return it. Types must be checked before."""
+        if ExpertIdChecks.recorder is not None:
+            self.record_ids()
         named = (*self.tensors.items(), ("out", out))
         refuse_derivatives("grouped.moe(out=)", named, "leave out= away")
         if torch.compiler.is_compiling():
@@ -203,6 +218,16 @@ class ExpertsCall(NamedTuple):
         )
         increment_version(out)
         return out
+
+    def record_ids(self) -> None:
+        """Check the arguments, and give ids and map to the recorder of ``ExpertIdChecks``."""
+        ids, expert_map, recorder = self.expert_ids, self.expert_map, ExpertIdChecks.recorder
+        if recorder is None or torch.compiler.is_compiling() or ids.is_meta:
+            return
+        self.check()
+        count = self.w1.shape[0]
+        total = count if expert_map is None else expert_map.shape[0]
+        recorder(ids, expert_map, self.num_experts or total, count)
 
     def compute(self) -> Tensor:
         """Return the result."""

@@ -1,30 +1,16 @@
 """Check group boundaries on a GPU, without a synchronization until the result is read."""
 
-import sys
-from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import cute_kernels
 from cute_kernels.ops.checks import EndRowChecks
 
-#: Broken rules, by their numbers in a code.
-_RULES = (
-    "an end row is negative",
-    "the end rows decrease",
-    "the last end row is past the {rows} rows of the tensor",
-)
-_NONE = torch.iinfo(torch.int64).max
-#: Folders of this package, of cute_kernels and of PyTorch: the user's code is elsewhere.
-_INTERNAL = (
-    str(Path(__file__).parents[1]),
-    *(module.__path__[0] for module in (cute_kernels, torch)),
-)
+from .device_checks import DeviceChecks
 
 
-class check_offsets:
+class check_offsets(DeviceChecks):
     """Check ``offs`` on a GPU in all calls inside the block, without a synchronization.
 
     CPU tensors and host lists are checked in every call. Values on a GPU are never read: kernels
@@ -50,72 +36,33 @@ class check_offsets:
             before the capture.
     """
 
-    def __init__(self) -> None:
-        #: () int64 for each device: the smallest code of a broken rule. A code is the number of the
-        #: call times the number of rules, plus the rule.
-        self._codes: dict[torch.device, Tensor] = {}
-        #: Location and rows of each call.
-        self._calls: list[tuple[str, int, int]] = []
-
-    def __enter__(self) -> "check_offsets":
+    def _start(self) -> None:
+        """Set the recorder of end rows."""
         if EndRowChecks.recorder is not None:
             raise RuntimeError("grouped.inspect.check_offsets is active already")
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._device_code(torch.device("cuda", torch.cuda.current_device()))
         EndRowChecks.recorder = self._record
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+    def _stop(self) -> None:
+        """Remove the recorder of end rows."""
         EndRowChecks.recorder = None
-        if kind is None:
-            self.check()
 
-    def check(self) -> None:
-        """Wait for the device, and raise ValueError if a call broke a rule.
-
-        A second call reports only later calls with ``offs``.
-        """
-        code = min(map(int, self._codes.values()), default=_NONE)
-        for device_code in self._codes.values():
-            device_code.fill_(_NONE)
-        if code == _NONE:
-            return
-        number, rule = divmod(code, len(_RULES))
-        location, groups, rows = self._calls[number]
-        raise ValueError(
-            f"offs of {groups} groups broke a rule: {_RULES[rule].format(rows=rows)}; first in "
-            f"call {number} since the block began, at {location}. offs are end rows: of counts "
-            "grouped.compute_offsets makes them"
+    def _rules(self) -> tuple[str, ...]:
+        """Return the rules of ``grouped.quantize``, as they are broken."""
+        return (
+            "an end row is negative",
+            "the end rows decrease",
+            "the last end row is past the {rows} rows of the tensor",
         )
 
-    def _device_code(self, device: torch.device) -> Tensor:
-        """Return the smallest code of a device, which the first call makes."""
-        code = self._codes.get(device)
-        if code is None:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "enter grouped.inspect.check_offsets before the capture of a graph, with "
-                    f"{device} as current"
-                )
-            # A tensor made in inference mode cannot be written outside of it.
-            with torch.inference_mode(False):
-                code = torch.full((), _NONE, dtype=torch.int64, device=device)
-            self._codes[device] = code
-        return code
+    def _describe(self, rule: str, call: str, info: tuple[Any, ...]) -> str:
+        """Return the message for a broken rule."""
+        groups, rows = info
+        return (
+            f"offs of {groups} groups broke a rule: {rule.format(rows=rows)}; first in {call}. "
+            "offs are end rows: of counts grouped.compute_offsets makes them"
+        )
 
     def _record(self, offs: Tensor, rows: int) -> None:
-        """Record on the device which rule the call broke, if any. The first of all calls stays."""
         with torch.no_grad():
-            code, number = self._device_code(offs.device), len(self._calls)
-            self._calls.append((_location(), offs.shape[0], rows))
             broken = torch.stack([(offs < 0).any(), (offs[1:] < offs[:-1]).any(), offs[-1] > rows])
-            codes = torch.arange(len(_RULES), device=offs.device) + number * len(_RULES)
-            torch.minimum(code, codes.masked_fill(~broken, _NONE).min(), out=code)
-
-
-def _location() -> str:
-    """Return file and line of the innermost frame outside of these packages and of PyTorch."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
-        frame = frame.f_back
-    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self._note(broken, offs.shape[0], rows)

@@ -1,5 +1,6 @@
 """The activation of experts. It saves its input for the backward pass and nothing else."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -7,8 +8,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cute_kernels import ops
-from cute_kernels.formats.activations import Activation, parse_activation
+from cute_kernels.formats.activations import ACTIVATIONS, Activation, parse_activation
 from cute_kernels.records import check_kind
+
+#: Names that Hugging Face configurations use for the curve of gated experts.
+_COMMON_NAMES = ("gelu", "relu", "silu")
+
+
+def warn_if_ungated(module: str, activation: object) -> None:
+    """Warn about an ungated activation whose name other libraries use for gated experts.
+
+    Args:
+        module: Name of the class whose constructor calls this.
+        activation: Its argument.
+    """
+    if isinstance(activation, str) and activation in _COMMON_NAMES:
+        gated = next(
+            act.name
+            for act in map(Activation, ACTIVATIONS)
+            if act.is_gated and act.curve == activation
+        )
+        warnings.warn(
+            f"{module}(activation={activation!r}) has experts without a gate: W2 {activation}(W1 "
+            f"x). For gated experts of models whose configuration says {activation!r}, pass "
+            f"{gated!r}; for these experts without this warning pass "
+            f"grouped.Activation({activation!r})",
+            stacklevel=3,
+        )
 
 
 def resolve_activation(activation: object, interleaved: bool) -> Activation:

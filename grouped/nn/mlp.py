@@ -1,7 +1,7 @@
 """``GroupedMLP``: the feed-forward experts of a mixture of experts."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +18,9 @@ from ..functional.experts import (
     experts,
 )
 from ..functional.linear_autograd import rows_and_end_rows
-from ..recipes import Recipe
+from ..recipes import Recipe, check_recipe
 from ..tensor.offsets import Offsets, parse_offs
-from .activation import activate, resolve_activation
+from .activation import activate, resolve_activation, warn_if_ungated
 from .linear import GroupedLinear, check_width
 
 
@@ -71,7 +71,8 @@ class GroupedMLP(nn.Module):
             rounded once to the dtype of the input. ``cute_kernels.reference.activations`` defines
             its bits.
         interleaved: True alternates the rows a and b of W1, starting with a, as gpt-oss does.
-        recipe: Formats of both layers. The default is BF16.
+        recipe: Formats of both layers. The default is BF16. ``recipe`` can be set later; set
+            ``down.recipe`` for one product.
         single_parameter: As in ``GroupedLinear``.
         fuse_wgrad_accumulation: As in ``GroupedLinear``.
         delay_wgrad: As in ``GroupedLinear``.
@@ -91,6 +92,9 @@ class GroupedMLP(nn.Module):
         ValueError: A size is not positive, or no multiple of the recipe's blocks. Or there is no
             activation of this name, or ``interleaved`` is True for one without a gate.
         TypeError: ``activation`` is not an activation.
+
+    Warns:
+        UserWarning: ``activation`` is ``"gelu"``, ``"relu"`` or ``"silu"``.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class GroupedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        warn_if_ungated("GroupedMLP", activation)
         self.activation = resolve_activation(activation, interleaved)
         self.interleaved = interleaved
         check_width("hidden_size", hidden_size, recipe)
@@ -129,6 +134,27 @@ class GroupedMLP(nn.Module):
         )
         self.gate_up = linear(hidden_size, intermediate_size * (1 + self.activation.is_gated))
         self.down = linear(intermediate_size, hidden_size)
+
+    @property
+    def recipe(self) -> Recipe:
+        """Recipe of both layers. Setting it sets both.
+
+        Raises:
+            ValueError: The layers have different recipes. Or the new one does not fit their widths,
+                or has delayed scaling, whose state only the constructor makes.
+            TypeError: The new one is not a recipe.
+        """
+        return common_recipe({"gate_up": self.gate_up, "down": self.down})
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe) -> None:
+        """Set the recipe of both layers."""
+        check_recipe(recipe)
+        layers = (self.gate_up, self.down)
+        for layer in layers:
+            _check_new_recipe(layer, recipe)
+        for layer in layers:
+            layer.recipe = recipe
 
     def reset_parameters(self) -> None:
         """Initialize both layers, as ``GroupedLinear`` does."""
@@ -279,6 +305,27 @@ class GroupedMLP(nn.Module):
         """Compute the delayed gradients of both layers: see ``GroupedLinear.backward_dw``."""
         self.down.backward_dw()
         self.gate_up.backward_dw()
+
+
+def common_recipe(modules: Mapping[str, GroupedLinear | GroupedMLP]) -> Recipe:
+    """Return the recipe that all ``modules`` have, or raise ValueError with the recipe of each."""
+    recipes = {name: module.recipe for name, module in modules.items()}
+    common = next(iter(recipes.values()))
+    if any(recipe != common for recipe in recipes.values()):
+        listed = ", ".join(f"{name}.recipe is {recipe}" for name, recipe in recipes.items())
+        raise ValueError(f"recipe has no single value: {listed}")
+    return common
+
+
+def _check_new_recipe(layer: GroupedLinear, recipe: Recipe) -> None:
+    """Raise ValueError unless ``layer`` can take ``recipe`` instead of its own."""
+    check_width("in_features", layer.in_features, recipe)
+    check_width("out_features", layer.out_features, recipe)
+    if recipe.takes_scales and layer.scaling is None:
+        raise ValueError(
+            f"recipe cannot become {recipe}, since the layer has no state for it: create the layer "
+            "with this recipe"
+        )
 
 
 def is_unmodified(layer: nn.Module, cls: type[nn.Module] = GroupedLinear) -> bool:

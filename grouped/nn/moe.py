@@ -1,44 +1,24 @@
 """``MoE``: a mixture of experts, from tokens to tokens."""
 
-import warnings
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from cute_kernels.formats.activations import ACTIVATIONS, Activation
+from cute_kernels.formats.activations import Activation
 from cute_kernels.ops.checks import check_dtype, same_device
 from cute_kernels.records import check_kind
 from cute_kernels.runtime.observers import needs_dispatcher
 
 from ..functional.experts import ExpertsOptions, compute_routing, experts, run_inference
 from ..functional.linear_autograd import flatten_rows, rows_and_end_rows
-from ..recipes import Recipe
+from ..recipes import Recipe, check_recipe
 from ..tensor.validation import check_is_tensor
 from ..tracing import eager_only
+from .activation import resolve_activation, warn_if_ungated
 from .linear import check_width
-from .mlp import GroupedMLP, Mixture, is_unmodified
+from .mlp import GroupedMLP, Mixture, common_recipe, is_unmodified
 from .router import MoELosses, Router
-
-#: Names that Hugging Face configurations use for the curve of gated experts.
-_COMMON_NAMES = ("gelu", "relu", "silu")
-
-
-def _warn_if_ungated(activation: object) -> None:
-    """Warn about an ungated activation whose name other libraries use for gated experts."""
-    if isinstance(activation, str) and activation in _COMMON_NAMES:
-        gated = next(
-            act.name
-            for act in map(Activation, ACTIVATIONS)
-            if act.is_gated and act.curve == activation
-        )
-        warnings.warn(
-            f"MoE(activation={activation!r}) has experts without a gate: W2 {activation}(W1 x). "
-            f"For gated experts of models whose configuration says {activation!r}, pass "
-            f"{gated!r}; for these experts without this warning pass "
-            f"grouped.Activation({activation!r})",
-            stacklevel=3,
-        )
 
 
 class MoE(nn.Module):
@@ -57,7 +37,7 @@ class MoE(nn.Module):
         intermediate_size: I. The width inside an expert, a multiple of ``recipe.multiple``.
         num_experts: E. The number of experts.
         top_k: Number of experts per token.
-        recipe: Formats of the experts' products. The default is BF16.
+        recipe: Formats of the experts' products. The default is BF16. ``recipe`` can be set later.
         activation: As in ``GroupedMLP``. gpt-oss uses ``"clamped_swiglu"``. The
             ``hidden_act="silu"`` of Hugging Face models with a ``gate_proj`` is ``"swiglu"`` here.
             A name without a gate, such as ``"silu"``, builds experts without a gate, with a
@@ -132,7 +112,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         check_kind(bool, recompute=recompute, router_bias=router_bias)
-        _warn_if_ungated(activation)
+        warn_if_ungated("MoE", activation)
+        experts_activation = resolve_activation(activation, interleaved)
         if shared_intermediate_size != 0:
             check_width("shared_intermediate_size", shared_intermediate_size, recipe)
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
@@ -158,7 +139,7 @@ class MoE(nn.Module):
                 hidden_size,
                 width,
                 bias,
-                activation=activation,
+                activation=experts_activation,
                 interleaved=interleaved,
                 recipe=recipe,
                 single_parameter=single_parameter,
@@ -170,9 +151,37 @@ class MoE(nn.Module):
 
         self.experts = create_mlp(num_experts, intermediate_size)
         self.shared = create_mlp(1, shared_intermediate_size) if shared_intermediate_size else None
-        fmt = self.experts.gate_up.recipe.input
-        if recompute and fmt is not None and fmt.is_stochastic:
+        self._check_recompute(self.experts.recipe)
+
+    def _check_recompute(self, recipe: Recipe) -> None:
+        fmt = recipe.input
+        if self.recompute and fmt is not None and fmt.is_stochastic:
             raise ValueError(f"recompute=True cannot reproduce {fmt}, which rounds stochastically")
+
+    @property
+    def recipe(self) -> Recipe:
+        """Recipe of all experts, the shared one included. Setting it sets theirs.
+
+        Set ``experts.recipe``, ``shared.recipe`` or ``experts.down.recipe`` for a part.
+
+        Raises:
+            ValueError: Experts have different recipes; or as ``GroupedMLP.recipe`` when it is set.
+            TypeError: The new one is not a recipe.
+        """
+        return common_recipe(self._mlps())
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe) -> None:
+        """Set the recipe of all experts."""
+        check_recipe(recipe)
+        self._check_recompute(recipe)
+        for mlp in self._mlps().values():
+            mlp.recipe = recipe
+
+    def _mlps(self) -> dict[str, GroupedMLP]:
+        """Return the experts and, if there is one, the shared expert, by name."""
+        shared = {} if self.shared is None else {"shared": self.shared}
+        return {"experts": self.experts, **shared}
 
     @property
     def exchange(self) -> Any:

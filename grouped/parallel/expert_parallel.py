@@ -109,9 +109,10 @@ class ExpertParallel(_ExpertStyle):
     ``parallelize_module(moe, mesh["ep"], ExpertParallel())`` makes all parameters DTensors: those
     of the experts with ``Shard(0)``, those of the router and the shared expert with
     ``Replicate()``, with the values of the mesh's first rank. When ``backward()`` returns, all
-    gradients are summed over the mesh. ``torch.nn.utils.clip_grad_norm_`` and ``foreach``
-    optimizers therefore take all parameters together. If other modules have plain parameters, use
-    ``grouped.parallel.clip_grad_norm_``.
+    gradients are summed over the mesh, not averaged: they are those of the sum of the ranks'
+    losses. Divide a mean over a rank's tokens by R. ``torch.nn.utils.clip_grad_norm_`` and
+    ``foreach`` optimizers take all parameters together. If other modules have plain parameters,
+    use ``grouped.parallel.clip_grad_norm_``.
 
     Outputs and gradients have the bits of one process with all tokens, rank after rank
     (``docs/guide/moe.md``), for any R. There are two exceptions. The fp32 sums of the gradients of

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cute_kernels.capability import require
 from cute_kernels.formats import RECORDS, Format
+from cute_kernels.formats.base import suggest_record
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.ops.checks import (
     INPUT_DTYPES,
@@ -37,6 +38,7 @@ def check_format(name: str, fmt: object) -> None:
     hint = ""
     if isinstance(getattr(fmt, "input", None), Format):
         hint = ": a recipe, which has one for each role (input, weight, grad_output)"
+    hint = hint or suggest_record(fmt)
     raise TypeError(f"{name} must be a format record such as grouped.NVFP4(), got {fmt!r}{hint}")
 
 

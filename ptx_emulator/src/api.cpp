@@ -4,6 +4,7 @@
 #include <new>
 
 #include "api.h"
+#include "faults.h"
 #include "machine.h"
 #include "races.h"
 
@@ -122,7 +123,7 @@ int emu_launch(const char* key, const u32* grid, const u32* block, const u32* cl
         m.dynamic_smem = dynamic_smem;
         m.explicit_cluster = explicit_cluster;
         copy_params(*m.program, args);
-        m.launch();
+        launch_guarded();
     } catch (const std::exception& e) {
         last_error = e.what() + position();
         reset_machine();

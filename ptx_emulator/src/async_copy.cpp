@@ -29,6 +29,7 @@ INSTRUCTION(void, copy, CP_ASYNC) {
         group->writes++;
         machine.post(
             [=] {
+                if (filled) machine.check_range(from, filled, "cp.async");
                 memcpy(p, (const void*)from, filled);
                 memset(p + filled, 0, bytes - filled);
                 group->writes--;

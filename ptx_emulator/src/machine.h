@@ -163,6 +163,11 @@ struct Event {
 
 constexpr u64 SHARED_WINDOW = 1ull << 60, LOCAL_WINDOW = 2ull << 60;  // of generic addresses
 
+struct GlobalAccess {
+    u64 address = 0, bytes = 0;
+    const char* what = "global access";
+};
+
 enum Mode : u32 { EAGER, CHAOS };
 struct Config {
     u32 num_sms = 4, ctas_per_sm = 1;
@@ -192,6 +197,7 @@ struct Machine {
     const Instruction* instruction = nullptr;  // the current instruction, and its warp
     Warp* warp = nullptr;
     bool in_event = false;
+    GlobalAccess access;  // the newest one
 
     void launch();
     void start_clusters();

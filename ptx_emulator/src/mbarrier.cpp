@@ -42,8 +42,11 @@ u64 mbarrier_arrive(CTA* c, u32 offset, u32 count) {
     Mbarrier* m = mbarrier_at(c, offset);
     const u64 state = m->phase;
     if (m->pending < count)
-        fail("mbarrier at shared offset %u: %u arrivals but only %u were pending", offset, count,
-             (u32)m->pending);
+        fail(
+            "mbarrier at shared offset %u of CTA rank %u: %u arrivals but only %u were pending of "
+            "the %u that mbarrier.init counts: a wait for the phase before is missing, or the "
+            "count is too small",
+            offset, c->rank, count, (u32)m->pending, (u32)m->expected);
     m->pending -= count;
     complete_if_done(c, offset, m);
     return state;

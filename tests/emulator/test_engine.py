@@ -125,6 +125,15 @@ def test_invalid_options_raise(option, message):
         pass
 
 
+@pytest.mark.parametrize("option", ["races", "check_fences"])
+def test_flags_are_true_or_false(option):
+    with (
+        pytest.raises(TypeError, match=f"{option} must be True or False, got 'yes'"),
+        emulator.options(**{option: "yes"}),
+    ):
+        pass
+
+
 def test_chaos_depends_on_the_seed_alone():
     def order(seed):
         with emulator.options(mode="chaos", seed=seed):

@@ -248,7 +248,7 @@ def test_load_into_more_experts(sharded_folder):
     """Check that a checkpoint with too few experts is refused, and that the module is unchanged."""
     larger = MoE(HIDDEN, INNER, EXPERTS + 1, 2, dtype=BF16)
     before = larger.router.weight.clone()
-    message = r"lacks experts.3.gate_proj.weight, .* and has, beyond"
+    message = r"lacks experts.3.gate_proj.weight, .*: it has other tensors of these weights"
     with pytest.raises(KeyError, match=message):
         checkpoint.load(larger, sharded_folder)
     assert torch.equal(larger.router.weight, before)
@@ -428,13 +428,6 @@ def test_quantized_weights_of_other_layers_are_decoded(layout, tmp_path):
     checkpoint.load(model, tmp_path / "b")
     want = decoded(files_of(tmp_path / "b"), "router", layout)
     np.testing.assert_allclose(model.router.weight.detach().float().numpy(), want, rtol=4e-3)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_load_refuses_a_module_on_the_meta_device(layout, tmp_path):
-    checkpoint.save(make_moe(), tmp_path, layout)
-    with pytest.raises(ValueError, match="meta device"):
-        checkpoint.load(make_moe().to("meta"), tmp_path)
 
 
 def test_transposed_experts_are_all_quantized_or_all_plain(tmp_path):

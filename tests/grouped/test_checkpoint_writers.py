@@ -314,3 +314,12 @@ def test_weights_that_are_not_finite(layout, number, tmp_path):
         convert.convert(tmp_path / "plain", tmp_path / "converted", layout=layout)
     for name in ("saved", "converted"):
         assert not [*(tmp_path / name).iterdir()]
+
+
+def test_all_files_have_the_mode_of_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        checkpoint.save(mlp(), tmp_path / "a", "modelopt", config={})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "a").iterdir()} == {0o640}

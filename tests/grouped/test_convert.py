@@ -157,3 +157,11 @@ def test_convert_refuses_unsuitable_files(shapes, message, tmp_path):
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         converted(tensors, tmp_path)
+
+
+def test_convert_names_the_plain_checkpoint_for_a_quantized_one(tmp_path, capsys):
+    checkpoint.save(make_moe(), tmp_path / "fp8", "deepseek")
+    with pytest.raises(SystemExit):
+        convert.main([str(tmp_path / "fp8"), str(tmp_path / "a"), "--to", "nvfp4"])
+    message = capsys.readouterr().err
+    assert "quantized already" in message and "convert the plain checkpoint" in message

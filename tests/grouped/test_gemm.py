@@ -179,7 +179,8 @@ PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
         ({"a": X, "b": X, "transpose_b": True}, ValueError, "transpose_b has no meaning"),
         (PLAIN | {"b": PLAIN["a"], "transpose_b": True}, ValueError, "transpose_b has no meaning"),
         ({"a": X, "b": operands((7, 26))[2]}, ValueError, "equal groups: 3 groups.*2 groups"),
-        ({"a": X, "b": W, "transpose_b": True}, ValueError, "as b contracts, 96"),
+        ({"a": X, "b": W, "transpose_b": True}, ValueError, "as b contracts, 96.*looks transposed"),
+        ({"a": X, "b": W[:2]}, ValueError, "a has 3, by its offs, and b has 2, by its shape"),
     ],
 )
 def test_grouped_gemm_refuses(arguments, error, message):

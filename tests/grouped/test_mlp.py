@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F
 
 from cute_kernels.formats.activations import ACTIVATIONS
-from grouped import Activation
+from grouped import Activation, recipes
 from grouped.nn import GroupedMLP
-from tests.helpers import BF16, assert_all_same, sample
+from tests.helpers import BF16, assert_all_same, assert_same_bytes, sample
 from tests.reference.test_activations import compute_fp64
 
 from .cases import ALL_RECIPES, RECIPES, close
@@ -89,3 +89,25 @@ def test_no_tokens():
 def test_errors_come_from_the_layers():
     with pytest.raises(ValueError, match="x must have shape"):
         mlp_of(RECIPES["bf16"])(sample(40, 32), ENDS)
+
+
+def test_recipe_of_both_layers_can_be_set():
+    """A recipe that is set later gives the bits of one that the constructor gets."""
+    x, mlp, want = sample(40, HIDDEN), mlp_of(recipes.FP8Block()), mlp_of(recipes.NVFP4())
+    want.load_state_dict(mlp.state_dict())
+    mlp.recipe = recipes.NVFP4()
+    assert mlp.recipe == mlp.down.recipe == recipes.NVFP4()
+    assert_same_bytes(mlp(x, ENDS), want(x, ENDS))
+    mlp.down.recipe = recipes.BF16()
+    with pytest.raises(
+        ValueError, match=r"no single value: gate_up.recipe is NVFP4\(\), down.recipe is BF16"
+    ):
+        print(mlp.recipe)
+    with pytest.raises(TypeError, match="recipe must be a grouped.recipes.Recipe, got 'BF16'"):
+        mlp.recipe = "BF16"
+    with pytest.raises(ValueError, match=r"cannot become FP8Delayed\(\).*create the layer"):
+        mlp.recipe = recipes.FP8Delayed()
+    narrow = GroupedMLP(2, 24, 32)
+    with pytest.raises(ValueError, match="in_features must be a multiple of 16"):
+        narrow.recipe = recipes.NVFP4()
+    assert narrow.recipe == narrow.gate_up.recipe == narrow.down.recipe == recipes.BF16()

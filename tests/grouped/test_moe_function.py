@@ -9,6 +9,7 @@ import grouped
 from cute_kernels.runtime.plan_cache import clear_plan_cache
 from cute_kernels.runtime.replay import Recording
 from grouped import recipes
+from grouped.functional.moe import ExpertIdChecks
 from tests.helpers import (
     BF16,
     F16,
@@ -193,6 +194,7 @@ def test_gradients_through_quantized_weights():
 
 
 def test_weights_may_be_stored_transposed():
+    """Check that strides of weights do not change the result."""
     (w1, w2, b1, b2), (ids, p) = make_experts(), random_choice()
     want = run(tokens(), ids, p, (w1, w2, b1, b2))
     stored = [w.mT.contiguous().mT for w in (w1, w2)]
@@ -213,6 +215,7 @@ def test_dtypes_of_weights_and_ids(on_input):
 
 
 def test_missing_weights_are_ones():
+    """Check that ``weights=None`` has the bits of ones, with gradients and without."""
     (ids, _), parameters, x = random_choice(), make_experts(), tokens().requires_grad_()
     runs = []
     for weights in (None, torch.ones(T, K)):
@@ -306,6 +309,7 @@ def test_ids_that_are_no_experts(ids):
 
 
 def test_a_token_may_have_an_expert_twice():
+    """Check that both rows of an expert count."""
     ids, p = torch.tensor([[1, 1, 0], [2, 2, 2]]), torch.rand(2, 3)
     parameters = [t.float().requires_grad_() for t in make_experts()]
     x, p = tokens(2).float().requires_grad_(), p.requires_grad_()
@@ -342,6 +346,7 @@ def test_few_tokens(count, top_k, recipe):
 
 
 def test_more_than_1024_experts():
+    """Check that there is no largest number of experts."""
     w1, w2, _, _ = make_experts(1300, bias=False, dtype=F32)
     ids, p = random_choice(9, 3, 1300)
     expert_map = torch.arange(1299, -1, -1, dtype=I32)
@@ -378,6 +383,7 @@ def test_a_token_does_not_depend_on_other_tokens(recipe, weights, on_input):
 
 @each_recipe
 def test_calls_repeat(recipe):
+    """Check that two steps have the same outputs and gradients."""
     (ids, p), x = random_choice(), tokens().requires_grad_()
     parameters = [t.requires_grad_() for t in make_experts()]
 
@@ -407,6 +413,7 @@ def test_out_has_any_dtype(dtype):
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("on_input", [False, True])
 def test_out_may_be_the_tokens(top_k, on_input):
+    """Check that the result may replace the tokens."""
     (ids, p), parameters, x = random_choice(top_k=top_k), make_experts(), tokens()
     options = {"apply_router_weight_on_input": on_input}
     want = run(x, ids, p, parameters, **options)
@@ -499,6 +506,7 @@ def test_autocast():
 
 
 def test_meta_tensors():
+    """Check the shape of a call without data."""
     (ids, p), parameters = random_choice(), make_experts()
     arguments = [t.to("meta") for t in (tokens(), ids, p)]
     y = run(*arguments, [t.to("meta") for t in parameters])
@@ -506,6 +514,7 @@ def test_meta_tensors():
 
 
 def test_transforms_and_second_derivatives_raise():
+    """Check that derivatives that do not exist raise."""
     (ids, p), parameters = random_choice(), make_experts()
     with pytest.raises(RuntimeError, match="grouped.moe has no torch.func transforms"):
         torch.func.grad(lambda x: run(x, ids, p, parameters).sum())(tokens())
@@ -519,6 +528,54 @@ def test_transforms_and_second_derivatives_raise():
     ):
         dual = torch.autograd.forward_ad.make_dual(tokens(), tokens())
         run(dual, ids, p, parameters)
+
+
+# ---- checks of ids
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        (-2, {}, "an id is less than -1"),
+        (E, {}, f"an id is not less than num_experts = {E}"),
+        (E + 2, {"num_experts": E + 2}, f"num_experts = {E + 2}"),
+        (
+            0,
+            {"expert_map": torch.tensor([0, E], dtype=I32)},
+            rf"expert_map has an entry outside of \[-1, {E}\)",
+        ),
+        (2, {"expert_map": torch.tensor([0, -1], dtype=I32)}, "num_experts = 2"),
+    ],
+)
+def test_ids_are_checked_when_asked(ids, options, message):
+    """With and without gradients and ``out``; the message has the line of the first call."""
+    bad, parameters, p = torch.full((T, K), ids), make_experts(), torch.rand(T, K)
+    good = torch.full((T, K), -1), {"num_experts": E}
+    with grouped.inspect.check_expert_ids() as checks:
+        for chosen, more in (good, (bad, options)):
+            for enabled in (False, True):
+                with torch.set_grad_enabled(enabled):
+                    run(tokens(), chosen, p, parameters, **more)
+                    run(tokens(), chosen, p, parameters, **more, out=tokens())
+                    if chosen is bad:
+                        with pytest.raises(ValueError, match=rf"{message}.*{__file__}:\d+"):
+                            checks.check()
+                    checks.check()
+    with pytest.raises(ValueError, match=message), grouped.inspect.check_expert_ids():
+        run(tokens(), bad, p, parameters, **options)
+    run(tokens(), bad, p, parameters, **options)
+
+
+def test_one_check_of_ids_at_a_time():
+    """Check the ends of blocks: nested, in inference mode, and after another error."""
+    check = grouped.inspect.check_expert_ids
+    with check(), pytest.raises(RuntimeError, match="active already"), check():
+        pass
+    with check(), torch.inference_mode():
+        _call()
+    with check(), pytest.raises(ValueError, match="must share H"):
+        _call(x=tokens()[:, :32])
+    assert ExpertIdChecks.recorder is None
 
 
 # ---- errors
@@ -669,6 +726,7 @@ def test_a_replay_writes_out_and_counts_its_version(monkeypatch, is_in_place):
 
 @pytest.mark.parametrize("backend", ["emulated:sm_90a", "emulated:sm_100a"])
 def test_kernels_have_no_races(backend):
+    """Check a small call with the race detector."""
     (w1, w2, _, _), (ids, p) = make_experts(3), random_choice(6)
     weights = quantize(w1), quantize(w2)
     options = {"num_experts": E, "recipe": recipes.NVFP4RowScaled()}

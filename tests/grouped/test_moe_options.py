@@ -7,7 +7,7 @@ import torch
 
 import grouped
 from grouped import recipes
-from grouped.nn import MoE
+from grouped.nn import GroupedMLP, MoE
 from tests.helpers import (
     BF16,
     F16,
@@ -17,6 +17,7 @@ from tests.helpers import (
     ops,
 )
 
+from .cases import WEIGHT_FORMAT
 from .moe_support import WIDTH, E, H, K, T, make_moe, tokens
 
 
@@ -138,12 +139,31 @@ def test_experts_without_a_gate_warn_unless_explicit(name):
     with pytest.warns(
         UserWarning, match=rf"without a gate.*pass '{gated}'.*grouped.Activation\('{name}'\)"
     ):
-        moe = make_moe(activation=name)
+        moe = make_moe(activation=name, shared_intermediate_size=WIDTH)
     assert moe.experts.gate_up.out_features == WIDTH
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for activation in (gated, grouped.Activation(name), "srelu"):
             make_moe(activation=activation)
+            GroupedMLP(2, H, WIDTH, activation=activation)
+    with pytest.warns(UserWarning, match=r"GroupedMLP\(activation=.*without a gate") as caught:
+        GroupedMLP(2, H, WIDTH, activation=name)
+    assert caught[0].filename == __file__
+
+
+def test_recipe_of_all_experts_can_be_set():
+    """Setting the recipe of a mixture sets that of all its experts."""
+    moe = make_moe(shared_intermediate_size=WIDTH, recompute=True)
+    moe.recipe = recipes.NVFP4()
+    layers = [layer for mlp in (moe.experts, moe.shared) for layer in (mlp.gate_up, mlp.down)]
+    assert [layer.recipe for layer in layers] == [moe.recipe] * 4 == [recipes.NVFP4()] * 4
+    with pytest.raises(ValueError, match="recompute=True cannot reproduce"):
+        moe.recipe = recipes.Recipe(
+            grouped.NVFP4(stochastic_rounding=True), WEIGHT_FORMAT, grouped.NVFP4()
+        )
+    moe.shared.recipe = recipes.BF16()
+    with pytest.raises(ValueError, match=r"experts.recipe is NVFP4\(\), shared.recipe is BF16\(\)"):
+        print(moe.recipe)
 
 
 def test_equal_scores_select_the_lowest_experts():

@@ -101,7 +101,8 @@ def test_values_written_beside_a_master_raise(write, has_step):
     w = sample(2, 32, 64)
     layer = nn.Module()
     layer.weight = nn.Parameter(quantize(w, MXFP8(), columnwise=True))
-    optimizer = optim.AdamW([layer.weight], lr=1e-3, masters={layer.weight: w})
+    names = layer.named_parameters() if has_step else [layer.weight]
+    optimizer = optim.AdamW(names, lr=1e-3, masters={layer.weight: w})
 
     def step():
         layer.weight.grad = torch.ones(2, 32, 64, dtype=BF16)
@@ -117,7 +118,9 @@ def test_values_written_beside_a_master_raise(write, has_step):
     else:
         layer.load_state_dict({"weight": values})
     assert not torch.equal(layer.weight.dequantize(), before)
-    with pytest.raises(RuntimeError, match="would put the old values back"):
+    name = "'weight'" if has_step else r"0 of param_groups\[0\]"
+    message = rf"a master of parameter {name} of shape .* that load_state_dict\(\) or .* wrote"
+    with pytest.raises(RuntimeError, match=f"{message}.*or load the optimizer's state as well$"):
         step()
     assert torch.equal(layer.weight.dequantize(), values.dequantize())
 

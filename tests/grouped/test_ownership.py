@@ -232,9 +232,8 @@ def test_an_optimizer_of_replaced_parameters_raises_at_its_next_step(make):
     parameter = gate_up_of(model).weight
     gate_up_of(model).weight = nn.Parameter(parameter.detach() * 2)
     retire([parameter], "prepare()")
-    with pytest.raises(
-        RuntimeError, match=r"holds a parameter of shape \(2, 64, 32\) that prepare\(\) replaced"
-    ):
+    message = r"parameter 0 of param_groups\[0\] of shape \(2, 64, 32\) that prepare\(\) replaced"
+    with pytest.raises(RuntimeError, match=f"holds {message}"):
         old.step()
     other_optimizer.step()
     make(model.parameters(), lr=0.1).step()

@@ -144,6 +144,12 @@ WRONG_TYPES = {
     ],
     "moe_route_gradient": [((X, None, OFFS, X), "ids must be int64, got int32")],
     "moe_gather": [((X, OFFS.long()), "index must be int32, got int64")],
+    "moe_combine": [
+        (
+            (X, ROW, ROW.bfloat16()),
+            "weight must be float32, got bfloat16: moe_combine mult",
+        )
+    ],
     "moe_activate_gradient": [((X, X.half(), "silu"), "grad must be float32, got float16")],
     "moe_quantize_gradient": [
         ((X, X.half(), *BLOCKS, "silu", OFFS, False, X, OFFS), "grad must be float32")

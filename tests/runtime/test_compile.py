@@ -262,6 +262,16 @@ def test_precompile_reports_every_failure(traced, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("options", [[], ["--list"]])
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [("NvFp5", "'NvFp5' matches no kernel of sm_90a"), ("(", "must be a regular expression")],
+)
+def test_a_pattern_without_kernels_is_an_error(pattern, message, options, capsys):
+    assert aot.main(["--arch", "sm_90a", "--match", pattern, *options]) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_precompile_needs_a_device_or_an_architecture(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="name an arch"):

@@ -77,7 +77,7 @@ def test_adding_support_adds_a_format(no_mxfp8):
         == "no sm_90a kernel of grouped_quantize yet"
     )
     assert support("grouped_gemm", MXFP8(), "reference").reason == "no grouped_gemm of MXFP8 yet"
-    assert "| `grouped_quantize` | MXFP8 | yes | - | yes |" in markdown_table()
+    assert "| `grouped_quantize` | MXFP8 | yes | not yet | yes |" in markdown_table()
 
 
 def test_prepacked_weights_are_for_the_reference_and_sm_90a():
@@ -113,6 +113,18 @@ def test_reasons_name_the_dtypes_of_an_op():
     assert support("grouped_gemm", NVFP4(), "sm_90a", dtype=F32)
 
 
+def test_a_compiler_target_stands_for_its_family():
+    """Check that sm_103a (B300) is answered as sm_100a, whose kernels it runs."""
+    for op, fmt in itertools.product(OPS, FORMATS):
+        assert support(op, fmt, "sm_103a") == support(op, fmt, "sm_100a")
+
+
+def test_the_table_tells_missing_kernels_from_impossible_combinations():
+    lines = {tuple(line.split(" | ")[:2]): line for line in markdown_table().splitlines()}
+    assert lines["| `grouped_gemm`", "fp32"].endswith("| yes | - | - |")
+    assert lines["| `grouped_gemm`", "MXFP8, MXFP8 to MXFP8"].endswith("| yes | not yet | yes |")
+
+
 @pytest.mark.parametrize("op", ["grouped_quantize", "grouped_dequantize"])
 def test_quantizing_needs_a_format(op):
     assert "needs a format" in support(op, None, "reference").reason
@@ -133,7 +145,9 @@ def test_a_class_stands_for_its_defaults():
     [
         (("gemm", None, "reference"), ValueError, ["op", "'gemm'", "grouped_gemm"]),
         (("grouped_gemm", None, "sm_80"), ValueError, ["arch", "'sm_80'", "sm_90a"]),
-        (("grouped_gemm", "nvfp4", "reference"), TypeError, ["fmt", "'nvfp4'"]),
+        (("grouped_gemm", None, "H200"), ValueError, ["arch", "H200 is 'sm_90a'"]),
+        (("grouped_gemm", "nvfp4", "reference"), TypeError, ["fmt", "'nvfp4'", "NVFP4()"]),
+        (("grouped_gemm", object(), "reference"), TypeError, ["fmt", "recipe.weight"]),
         (("grouped_gemm", BF16, "reference"), TypeError, ["fmt", "bfloat16"]),
     ],
 )

@@ -22,7 +22,7 @@ from ..op import Op
 from ..quantize.op import GroupedQuantize
 from ..registration import register
 
-_INT32, _FP32 = (torch.int32,), (torch.float32,)
+_INT32 = (torch.int32,)
 
 
 class PlainTensorOp(Op):
@@ -79,11 +79,23 @@ class ComputeRouting(PlainTensorOp):
         reference.compute_routing(self.expert_ids, self.expert_map, *outputs)
 
 
+def _check_routing_weight(op: str, weight: Tensor) -> None:
+    """Raise TypeError unless the routing weights of ``op`` are fp32."""
+    if weight.dtype != torch.float32:
+        raise TypeError(
+            f"weight must be float32, got {str(weight.dtype).removeprefix('torch.')}: {op} "
+            "multiplies by the routing weights (tokens, k) in fp32, so pass weight.float()"
+        )
+
+
 def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save the inverse of the index for ``_gather_backward``."""
     x, _, row = inputs
     if row is None:
-        raise RuntimeError("the gradient of moe_gather needs row, the inverse of index")
+        raise RuntimeError(
+            "the gradient of moe_gather needs row, the inverse of index: pass "
+            "grouped.compute_routing(...).row"
+        )
     ctx.save_for_backward(row)
     ctx.dtype = x.dtype
 
@@ -193,7 +205,8 @@ class MoeCombine(PlainTensorOp):
         check_tensor("h", self.h, dtypes=INPUT_DTYPES, ndim=(2,))
         check_tensor("row", self.row, dtypes=_INT32, ndim=(2,))
         if self.weight is not None:
-            check_tensor("weight", self.weight, dtypes=_FP32, shape=self.row.shape)
+            check_tensor("weight", self.weight, shape=self.row.shape)
+            _check_routing_weight("moe_combine", self.weight)
         check_dtype("out_dtype", self.out_dtype or self.h.dtype, INPUT_DTYPES)
         same_device("h", self.device, row=self.row, weight=self.weight)
 
@@ -312,7 +325,8 @@ class MoeActivateGradient(PlainTensorOp):
         if (self.weight is None) != (self.pair is None):
             raise ValueError("weight and pair go together: pass both or neither")
         if self.weight is not None and self.pair is not None:
-            check_tensor("weight", self.weight, dtypes=_FP32, ndim=(2,))
+            check_tensor("weight", self.weight, ndim=(2,))
+            _check_routing_weight("moe_activate_gradient", self.weight)
             check_tensor("pair", self.pair, dtypes=_INT32, shape=(self.x.shape[0],))
         same_device("x", self.device, weight=self.weight, pair=self.pair)
 

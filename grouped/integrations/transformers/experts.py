@@ -200,16 +200,18 @@ def _foreign_weights(module: Any) -> list[Weight] | None:
     ]
 
 
-SOURCES.append(Source(_foreign_weights, guard_methods))
+SOURCES.append(Source(_foreign_weights, guard_methods, RECIPES))
 
 
 def recipe_in_use(experts: Any) -> Recipe:
     """Return the recipe of the implementation in the experts' config."""
     name = experts.config._experts_implementation
     if name not in RECIPES:
+        known = name in hf.ALL_EXPERTS_FUNCTIONS or name == "eager"
         raise ValueError(
             f"the model uses experts_implementation={name!r}: choose one of {', '.join(RECIPES)} "
-            "by set_experts_implementation first" + did_you_mean(name, RECIPES)
+            "by set_experts_implementation first" + ("" if known else did_you_mean(name, RECIPES))
+            # A name of transformers itself is no misspelling.
         )
     return RECIPES[name]
 
@@ -240,7 +242,8 @@ def _forward_in(recipe: Recipe) -> Forward:
             dtype = hidden_states.dtype
             x = hidden_states if dtype == w1.dtype else hidden_states.to(w1.dtype)
             arguments = (x, top_k_index, top_k_weights, w1, b1, w2, b2)
-            return ExpertsCall(*arguments, recipe, dtype).run()
+            # Ids may contain the sentinel of expert parallelism, the id after the last expert.
+            return ExpertsCall(*arguments, recipe, dtype, num_experts=self.num_experts + 1).run()
         # The sentinels of expert parallelism are not ids of experts and get no rows.
         routing = compute_routing(top_k_index, self.num_experts)
         offs, token, _, row = routing

@@ -165,9 +165,8 @@ def _plans(model: nn.Module, files: Reader, names: Names) -> Iterator[Plan]:
     reached = None
     for weight in weights:
         lacking: list[str] = []
-        plan = find_weight(
-            weight._replace(path=paths.get(weight.path, weight.path)), files, lacking
-        )
+        named = weight._replace(path=paths.get(weight.path, weight.path))
+        plan = find_weight(named, files, lacking, [])
         if plan is not None:
             yield plan
             continue

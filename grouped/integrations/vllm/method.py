@@ -149,7 +149,7 @@ class GroupedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return True
 
     def maybe_make_prepare_finalize(self, *arguments: Any, **named: Any) -> None:
-        """Return None, which vLLM 0.24 asks for: it gathers tokens of data-parallel ranks itself."""
+        """Return None: vLLM 0.24 then gathers tokens of data-parallel ranks itself."""
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """Return the description of inputs: vLLM hands over tokens as they are."""

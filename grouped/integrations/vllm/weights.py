@@ -181,12 +181,23 @@ def set_buffers(layer: nn.Module, name: str, weight: GroupedTensor) -> None:
     that of the experts.
     """
     for attribute, t in weight._inner().items():
-        layer.register_parameter(name + attribute, nn.Parameter(t, requires_grad=False))
+        parameter = nn.Parameter(t, requires_grad=False)
+        # A layer may be quantized before vLLM has read the experts of other ranks, for which it
+        # calls the loader of the parameter that it knows. The loader skips them.
+        parameter.weight_loader = getattr(layer, "weight_loader", None)  # type: ignore[attr-defined]
+        layer.register_parameter(buffer_name(name, attribute), parameter)
+
+
+def buffer_name(name: str, attribute: str) -> str:
+    """Return the parameter's name of a plain tensor; codes are ``w13_weight`` or ``w2_weight``."""
+    return name + {"_codes": "_weight"}.get(attribute, attribute)
 
 
 def wrap_buffers(layer: nn.Module, name: str, like: GroupedTensor) -> GroupedTensor:
     """Return a weight around the parameters that ``set_buffers`` made."""
-    inner = {attribute: getattr(layer, name + attribute).data for attribute in like._names}
+    inner = {
+        attribute: getattr(layer, buffer_name(name, attribute)).data for attribute in like._names
+    }
     return like._rewrap(inner)
 
 

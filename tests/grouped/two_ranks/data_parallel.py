@@ -9,10 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.utils import clip_grad_norm_ as torch_clip
 
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear
+from grouped.parallel import clip_grad_norm_
 from grouped.parallel.expert_parallel import ExpertParallel
 from tests.grouped.cases import assert_same_tensor
 from tests.helpers import BF16, F32, assert_all_same, assert_same_bytes
@@ -35,6 +37,7 @@ from .models import (
     plain_weight,
     quantize_experts,
     quantized,
+    tokens,
 )
 from .runner import check, world
 
@@ -154,3 +157,95 @@ def fully_sharded_expert_parallel():
             if train is not False:
                 got, want = (full(m.experts.down.weight.grad).float() for m in (moe, single))
                 assert (2 * got - want).norm() <= 0.01 * want.norm()
+
+
+class Block(nn.Module):
+    """A dense layer and a mixture, as a transformer's block."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(H, H, dtype=BF16)
+        self.moe = mixture(recipes.BF16())
+
+    def forward(self, x):
+        return x + self.moe(x + self.dense(x))
+
+
+def blocks():
+    """Return a model of two blocks and a dense layer, equal on both ranks."""
+    torch.manual_seed(8)
+    return nn.Sequential(Block(), Block(), nn.Linear(H, 16, dtype=BF16))
+
+
+def mean_loss(model, x):
+    """Return the loss of ``x`` over the number of all ranks' tokens."""
+    return model(x).float().square().sum() / sum(TOKENS)
+
+
+def assert_gradients_of_one_process(model, factor=1):
+    """Compare all gradients of a step, and their norm, with one process that has all tokens.
+
+    Args:
+        model: The distributed ``blocks``.
+        factor: Factor of the loss of each rank.
+    """
+    single = blocks()
+    mean_loss(single, tokens().detach()).backward()
+    (factor * mean_loss(model, tokens().detach()[local_rows()])).backward()
+    for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
+        got, want = full(p.grad).float(), q.grad.float()
+        assert (got - want).norm() <= 0.01 * want.norm(), name
+    norms = (f(m.parameters(), 1.0) for f, m in ((clip_grad_norm_, model), (torch_clip, single)))
+    torch.testing.assert_close(*(norm.float() for norm in norms), rtol=0.01, atol=0.0)
+
+
+def sum_gradients(*modules):
+    """Make FSDP units sum gradients instead of averaging them."""
+    for module in modules:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+@check
+def models_with_expert_parallel_mixtures():
+    """Gradients of a loss over the number of all tokens are those of one process, everywhere."""
+    model = blocks()
+    for block in model[:2]:
+        parallelize_module(block.moe, world.mesh, ExpertParallel())
+    ignored = {p for block in model[:2] for p in block.moe.parameters()}
+    for unit in (*model[:2], model):
+        fully_shard(unit, mesh=world.mesh, ignored_params=ignored)
+        sum_gradients(unit)
+    assert_gradients_of_one_process(model)
+
+
+@check
+def models_with_expert_parallel_and_sharded_mixtures():
+    """The same, if FSDP2 also shards the experts along the other dimension of the mesh.
+
+    FSDP2 sums gradients, or averages them over all ranks.
+    """
+    for sizes, averages in (((1, 2), False), ((2, 1), False), ((1, 2), True), ((2, 1), True)):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep"))
+        model = blocks()
+        for block in model[:2]:
+            parallelize_module(block.moe, mesh["ep"], ExpertParallel(replicate=False))
+            fully_shard(block.moe.experts, mesh=mesh["dp"]).set_gradient_divide_factor(2.0)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if not averages:
+            sum_gradients(*(block.moe.experts for block in model[:2]), *model[:2], model)
+        assert_gradients_of_one_process(model, factor=2 if averages else 1)
+
+
+@check
+def models_with_expert_parallel_mixtures_under_data_parallelism():
+    """DDP averages, so hooks divide the sums of the mixtures, and the loss counts twice."""
+    model = blocks()
+    for block in model[:2]:
+        parallelize_module(block.moe, world.mesh, ExpertParallel())
+        for p in block.moe.parameters():
+            p.register_hook(lambda gradient: gradient / 2)
+        block.dense = nn.parallel.DistributedDataParallel(block.dense)
+    model[2] = nn.parallel.DistributedDataParallel(model[2])
+    assert_gradients_of_one_process(model, factor=2)
