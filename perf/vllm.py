@@ -255,8 +255,8 @@ def main() -> int:
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.contenders}
     for _ in range(options.processes):
         for contender, runs in results.items():
-            result = run_in_process(contender, options)
-            runs += [] if result is None else [result]
+            measured = run_in_process(contender, options)
+            runs += [] if measured is None else [measured]
     if not options.profile:
         print_table(results, list(selected_cases(options)))
     return int(not options.profile and not all(results.values()))

@@ -148,6 +148,7 @@ class GroupedMLP(nn.Module):
 
     @recipe.setter
     def recipe(self, recipe: Recipe) -> None:
+        """Set the recipe of both layers."""
         check_recipe(recipe)
         layers = (self.gate_up, self.down)
         for layer in layers:
@@ -309,11 +310,11 @@ class GroupedMLP(nn.Module):
 def common_recipe(modules: Mapping[str, GroupedLinear | GroupedMLP]) -> Recipe:
     """Return the recipe that all ``modules`` have, or raise ValueError with the recipe of each."""
     recipes = {name: module.recipe for name, module in modules.items()}
-    first, *others = recipes.values()
-    if any(recipe != first for recipe in others):
+    common = next(iter(recipes.values()))
+    if any(recipe != common for recipe in recipes.values()):
         listed = ", ".join(f"{name}.recipe is {recipe}" for name, recipe in recipes.items())
         raise ValueError(f"recipe has no single value: {listed}")
-    return first
+    return common
 
 
 def _check_new_recipe(layer: GroupedLinear, recipe: Recipe) -> None:

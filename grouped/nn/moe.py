@@ -172,6 +172,7 @@ class MoE(nn.Module):
 
     @recipe.setter
     def recipe(self, recipe: Recipe) -> None:
+        """Set the recipe of all experts."""
         check_recipe(recipe)
         self._check_recompute(recipe)
         for mlp in self._mlps().values():

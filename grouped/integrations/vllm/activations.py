@@ -57,6 +57,6 @@ def find_activation(layer: Any, prefix: str) -> ExpertsActivation:
         raise ValueError(
             f"{prefix} adds {beta} to the up projection of {name}; kernels of grouped-kernels add 1"
         )
-    options = {"alpha": alpha, "limit": limit}
-    options = {key: float(value) for key, value in options.items() if value is not None}
+    values = {"alpha": alpha, "limit": limit}
+    options = {key: float(value) for key, value in values.items() if value is not None}
     return experts_activation._replace(activation=Activation("clamped_swiglu", **options))
