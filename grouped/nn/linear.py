@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype
-from cute_kernels.records import check_kind
+from cute_kernels.records import check_kind, suggest_arguments
 
 from ..functional.expert_layer import Layer
 from ..functional.linear_autograd import multiply, rows_and_end_rows
