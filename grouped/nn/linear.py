@@ -46,6 +46,7 @@ def check_width(name: str, size: object, recipe: Recipe | None) -> None:
     check_size(name, size, recipe.multiple, f"{recipe}: it is the blocked dimension of a product")
 
 
+@suggest_arguments
 class GroupedLinear(InspectableLayer):
     """Applies ``y = x W_g^T + b_g`` to the rows of each group g.
 
