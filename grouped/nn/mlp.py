@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.formats.activations import Activation
+from cute_kernels.records import suggest_arguments
 
 from ..functional.experts import (
     ExpertsOptions,
@@ -55,6 +56,7 @@ class Mixture:
         return self._shared
 
 
+@suggest_arguments
 class GroupedMLP(nn.Module):
     """Experts: ``y = W2_g act(W1_g x)`` for the rows of group g.
 
