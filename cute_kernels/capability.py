@@ -208,7 +208,11 @@ def support(
     if isinstance(fmt, type):
         fmt = fmt()
     if not (fmt is None or isinstance(fmt, Format)):
-        raise TypeError(f"fmt must be a format record or None, got {fmt!r}" + suggest_record(fmt))
+        hint = (
+            suggest_record(fmt)
+            or ": pass the format of one role of a recipe, such as recipe.weight"
+        )
+        raise TypeError(f"fmt must be a format record or None, got {fmt!r}" + hint)
     tensor_core = _TENSOR_CORE_BACKENDS.get(arch, arch)
     if arch in _TENSOR_CORE_BACKENDS:
         arch = _capability_arch(op, fmt, _TENSOR_CORE_BACKENDS[arch])

@@ -54,7 +54,7 @@ C = TypeVar("C", bound=type)
 
 
 def suggest_arguments(cls: C) -> C:
-    """Decorate a dataclass: its TypeError for an unknown argument suggests the name that was meant.
+    """Decorate a class: its TypeError for an unknown argument suggests the name that was meant.
 
     Python 3.13 does so for all functions.
     """

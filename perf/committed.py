@@ -6,7 +6,7 @@ from pathlib import Path
 from perf import compare
 
 from .records import RESULTS, Record, append, latest, read, write
-from .run import Selection, measure_suite, print_report
+from .run import Selection, measure_suite, print_report, require_match
 from .suites.base import Options
 
 #: Command that accepts changed counts.
@@ -14,14 +14,21 @@ RENEW = "python -m perf run counts --renew"
 
 
 def _measure(options: Options, selection: Selection, out: Path | None) -> tuple[list[Record], int]:
-    """Run the suite ``counts`` and return its records and the exit status of the report."""
+    """Run the suite ``counts`` and return its records and the exit status of the report.
+
+    Raises:
+        ValueError: The selection matches no case or no contender.
+    """
     records: list[Record] = []
 
     def collect(measured: list[Record]) -> None:
         records.extend(measured)
         append(out, measured)
 
-    return records, print_report(measure_suite("counts", options, selection, collect))
+    report = measure_suite("counts", options, selection, collect)
+    status = print_report(report)
+    require_match(selection, [report])
+    return records, status
 
 
 def check(records: list[Record], path: Path, partial: bool) -> int:
@@ -57,7 +64,7 @@ def main(arguments: argparse.Namespace, options: Options, selection: Selection) 
     """Run ``perf run counts`` with ``--renew`` or ``--check``.
 
     Raises:
-        ValueError: Another suite is named, or only a part would be renewed.
+        ValueError: Another suite is named, only a part would be renewed, or filters match nothing.
     """
     if arguments.suites != ["counts"]:
         raise ValueError("--renew and --check are for the suite counts")

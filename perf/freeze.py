@@ -81,13 +81,16 @@ def ptx_hash(ptx: str) -> str:
     return hashlib.sha256(normalize(ptx).encode()).hexdigest()[:_DIGITS]
 
 
-def _compiled_ptx(arch: Architecture, jobs: int | None) -> Iterator[tuple[KernelSpec, str]]:
-    """Yield the PTX of each declared kernel from the disk cache, after compiling what it lacks.
+def _compiled_ptx(
+    arch: Architecture, jobs: int | None, match: str
+) -> Iterator[tuple[KernelSpec, str]]:
+    """Yield the PTX of matching declared kernels from the disk cache; compile what it lacks.
 
     Raises:
         RuntimeError: A kernel is not on disk, because the cache is off or a source was edited.
     """
-    specs = list(dict.fromkeys(declared_specs(arch)))
+    declared = dict.fromkeys(declared_specs(arch))
+    specs = [spec for spec in declared if re.search(match, canonical_text(spec))]
     precompile(specs, arch=arch, jobs=jobs, load=False)
     cache = default_cache()
     for spec in specs:
@@ -101,20 +104,29 @@ def _compiled_ptx(arch: Architecture, jobs: int | None) -> Iterator[tuple[Kernel
         yield spec, files["ptx"].decode()
 
 
-def hash_kernels(arch: Architecture, jobs: int | None = None) -> Hashes:
-    """Return the spec texts of all declared kernels of an emulated architecture by hash."""
+def hash_kernels(arch: Architecture, jobs: int | None = None, match: str = "") -> Hashes:
+    """Return the spec texts of declared kernels of an emulated architecture by hash.
+
+    Args:
+        arch: The architecture.
+        jobs: Number of processes that compile missing kernels; by default one for each CPU.
+        match: Regular expression that must match in the text of a spec.
+    """
     hashes: Hashes = collections.defaultdict(list)
-    for spec, ptx in _compiled_ptx(arch, jobs):
+    for spec, ptx in _compiled_ptx(arch, jobs, match):
         hashes[ptx_hash(ptx)].append(canonical_text(spec))
     return {digest: sorted(texts) for digest, texts in hashes.items()}
 
 
-def collect(sections: tuple[str, ...] = SECTIONS, jobs: int | None = None) -> dict[str, Any]:
+def collect(
+    sections: tuple[str, ...] = SECTIONS, jobs: int | None = None, match: str = ""
+) -> dict[str, Any]:
     """Return the content of a file, of some sections. Prints what each section has.
 
     Args:
         sections: Some of ``SECTIONS``.
         jobs: Number of processes that compile missing kernels; by default one for each CPU.
+        match: Regular expression that must match in the spec of a kernel. Tiles are all chosen.
     """
     content: dict[str, Any] = {section: {} for section in sections}
     if "tiles" in sections:
@@ -128,10 +140,42 @@ def collect(sections: tuple[str, ...] = SECTIONS, jobs: int | None = None) -> di
     if "kernels" in sections:
         for name in ARCHITECTURES:
             target = architecture(f"emulated:{name}")
-            hashes = content["kernels"][str(target)] = hash_kernels(target, jobs)
+            hashes = content["kernels"][str(target)] = hash_kernels(target, jobs, match)
             total = sum(map(len, hashes.values()))
             print(f"{target}: {total} kernels, {len(hashes)} different")
     return content
+
+
+def matching(content: Mapping[str, Any], match: str) -> dict[str, Any]:
+    """Return the kernels and the cases of tiles of a content whose text has a match."""
+    matches: dict[str, Any] = {}
+    for section, groups in content.items():
+        matches[section] = {}
+        for group, entries in groups.items():
+            if section == "kernels":
+                texts = {
+                    digest: [text for text in texts if re.search(match, text)]
+                    for digest, texts in entries.items()
+                }
+                matches[section][group] = {key: value for key, value in texts.items() if value}
+            else:
+                matches[section][group] = {
+                    case: tiles for case, tiles in entries.items() if re.search(match, case)
+                }
+    return matches
+
+
+def _is_short(content: Mapping[str, Any]) -> bool:
+    """Return True if a content has kernels, and each text is the name of a class."""
+    hashes = [group for group in content.get("kernels", {}).values() if group]
+    return bool(hashes) and not any(
+        "(" in t for group in hashes for ts in group.values() for t in ts
+    )
+
+
+def _count(content: Mapping[str, Any]) -> int:
+    """Return the number of hashes and cases of a content."""
+    return sum(len(entries) for groups in content.values() for entries in groups.values())
 
 
 def group_by_tiles(choices: Choices) -> Tiles:
@@ -210,15 +254,15 @@ def _tile_differences(old: Tiles, new: Tiles) -> Iterator[str]:
             yield f"tiles of {key[0]}, {key[1]} rows: {old_text} before, {new_text} now"
 
 
-def _print_differences(lines: list[str]) -> None:
-    """Print the differences, at most ``_SHOWN`` of each kind."""
+def _print_differences(lines: list[str], shown: int | None) -> None:
+    """Print the differences, at most ``shown`` of each kind; None prints all."""
     kinds: dict[str, list[str]] = collections.defaultdict(list)
     for line in lines:
         kinds[next(kind for kind in _KINDS if kind in line)].append(line)
     for similar in kinds.values():
-        print(*similar[:_SHOWN], sep="\n")
-        if len(similar) > _SHOWN:
-            print(f"... and {len(similar) - _SHOWN} more")
+        print(*similar[:shown], sep="\n")
+        if shown is not None and len(similar) > shown:
+            print(f"... and {len(similar) - shown} more of this kind: --all prints them")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -232,20 +276,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--section", choices=SECTIONS, help="only this section; tiles need no compiled kernel"
     )
     parser.add_argument(
+        "--match",
+        default="",
+        metavar="REGEX",
+        help="only kernels whose spec, and cases of tiles whose text, has a match",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help=f"print all differences, not only {_SHOWN} of each kind",
+    )
+    parser.add_argument(
         "--short", action="store_true", help="write names of classes instead of whole specs"
     )
     parser.add_argument("--jobs", type=int, help="processes that compile; default: one per CPU")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write or check a file and return the exit status."""
+    """Write or check a file and return the exit status.
+
+    Raises:
+        ValueError: Nothing matches the pattern, or the file has no whole specs to match.
+    """
     old = None if options.check is None else json.loads(options.check.read_text("utf-8"))
-    content = collect((options.section,) if options.section else SECTIONS, options.jobs)
+    sections = (options.section,) if options.section else SECTIONS
+    content = collect(sections, options.jobs, options.match)
+    if options.match:
+        if old is not None and _is_short(old):
+            raise ValueError(f"{options.check} was written with --short: --match needs whole specs")
+        content = matching(content, options.match)
+        old = None if old is None else matching(old, options.match)
+        if not _count(content) and not _count(old or {}):
+            raise ValueError(f"no kernel or case of tiles matches --match {options.match!r}")
+        print(f"{_count(content)} kernels and cases match {options.match!r}")
     if old is None:
         text = dump(shortened(content) if options.short else content)
         options.write.write_text(text, "utf-8")
         return 0
     lines = differences(old, content)
-    _print_differences(lines)
+    _print_differences(lines, None if options.all else _SHOWN)
     print(f"{len(lines)} differences from {options.check}", file=sys.stderr)
     return 1 if lines else 0

@@ -400,20 +400,24 @@ def main(arguments: argparse.Namespace) -> int:
         _print(records)
         append(arguments.out, records)
 
-    status = tasks = accepted = 0
-    rejected: set[str] = set()
+    status, reports = 0, []
     for name in arguments.suites:
-        report = measure_suite(name, options, selection, collect)
-        status, tasks = max(status, print_report(report)), tasks + report.tasks
-        accepted, rejected = accepted + report.accepted, rejected | report.rejected
-    if not tasks:
+        reports.append(measure_suite(name, options, selection, collect))
+        status = max(status, print_report(reports[-1]))
+    require_match(selection, reports)
+    return status
+
+
+def require_match(selection: Selection, reports: Sequence[Report]) -> None:
+    """Raise ``ValueError`` if a selection matched no case or no contender of any report."""
+    if not any(report.tasks for report in reports):
         raise ValueError(
             f"no case here matches --filter {selection.case!r}: --list prints the cases; --full "
             "or another --backend has more"
         )
-    if rejected and not accepted:
+    rejected = {text for report in reports for text in report.rejected}
+    if rejected and not any(report.accepted for report in reports):
         raise ValueError(_nothing_accepted(selection, rejected))
-    return status
 
 
 def _nothing_accepted(selection: Selection, rejected: Iterable[str]) -> str:

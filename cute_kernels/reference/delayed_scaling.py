@@ -1,4 +1,9 @@
-"""Update of delayed scaling: the next scales from the amaxes of earlier tensors."""
+"""Update of delayed scaling: the next scales from the amaxes of earlier tensors.
+
+With b the newest amax or the largest one of the history, the next scale is min(fl(largest / b),
+FMAX), or the previous scale where b is 0, infinite or NaN. ``codecs/fp8.py`` has the formula of
+current scaling, which has no previous scale and takes 1.
+"""
 
 import math
 

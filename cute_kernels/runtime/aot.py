@@ -187,8 +187,13 @@ def _outcome(spec: KernelSpec, answer: Answer) -> str:
     return f"{short_name(spec)} {'failed' if isinstance(answer, str) else outcome[answer]}"
 
 
+def _listed(spec: KernelSpec) -> str:
+    """Return the name of a kernel in PTX and in the cache, and the text of its spec."""
+    return f"{short_name(spec)} {canonical_text(spec)}"
+
+
 def _matching_specs(arch: Architecture, pattern: str) -> list[KernelSpec]:
-    """Return the kernels of an architecture whose specs match a regular expression.
+    """Return the kernels of an architecture whose names or specs match a regular expression.
 
     Raises:
         ValueError: ``pattern`` is not a regular expression, or matches no kernel.
@@ -199,7 +204,7 @@ def _matching_specs(arch: Architecture, pattern: str) -> list[KernelSpec]:
         raise ValueError(
             f"--match must be a regular expression, got {pattern!r}: {error}"
         ) from None
-    specs = [spec for spec in declared_specs(arch) if expression.search(canonical_text(spec))]
+    specs = [spec for spec in declared_specs(arch) if expression.search(_listed(spec))]
     if not specs:
         raise ValueError(
             f"--match {pattern!r} matches no kernel of {arch}: upper and lower case differ, and "
@@ -223,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--match",
         default="",
-        help="only kernels whose spec (see --list) has a match of this regular expression",
+        help="only kernels whose name or spec (see --list) has a match of this regular expression",
     )
     parser.add_argument("--jobs", type=int, help="processes; default: one for each usable CPU")
     parser.add_argument("--list", action="store_true", help="list the kernels, compile nothing")
@@ -233,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for arch in map(_target, options.arch or [None]):
             specs = _matching_specs(arch, options.match)
             if options.list:
-                print(*map(canonical_text, specs), sep="\n")
+                print(*map(_listed, specs), sep="\n")
                 continue
             result = precompile(
                 specs, arch=arch, jobs=options.jobs, load=False, progress=not options.quiet

@@ -155,7 +155,7 @@ def _json_fault(value: Any) -> str | None:
 
 def describes_quantization(config: Mapping[str, Any]) -> bool:
     """Return True if a model's configuration has a quantization config, at any depth."""
-    return any(True for _ in _sections(config, ""))
+    return any(True for _ in quantization_sections(config))
 
 
 def is_plain_dtype(dtype: str) -> bool:
@@ -246,7 +246,7 @@ def check_config(folder: str | Path) -> None:
             supported. Then the message has the file, the key, the value and the supported values.
     """
     path = Path(folder) / CONFIG
-    for key, content in _sections(read_json(path), ""):
+    for key, content in quantization_sections(read_json(path)):
         _check_section(_Section(path, key, content))
     path = Path(folder) / MODELOPT_CONFIG
     content = read_json(path)
@@ -266,14 +266,14 @@ def check_quantization_config(config: dict[str, Any], source: str) -> None:
     _check_section(_Section(Path(source), "quantization_config", config))
 
 
-def _sections(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def quantization_sections(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield all quantization configs at any depth, with the path of their keys."""
     for key, value in config.items():
         if key in _QUANTIZATION:
             if value:
                 yield prefix + key, value
         elif isinstance(value, Mapping):
-            yield from _sections(value, f"{prefix}{key}.")
+            yield from quantization_sections(value, f"{prefix}{key}.")
 
 
 class _Section:

@@ -253,7 +253,8 @@ LAYOUTS = {
             _inputs({**_COMPRESSED, "dynamic": "local"}),
             reader_warning="transformers' from_pretrained (seen with 5.24) ignores "
             "weight_global_scale of experts and raises no error, so outputs would be wrong by "
-            "orders of magnitude: make the model by from_config, then call grouped.checkpoint.load",
+            "orders of magnitude: pass quantization_config=GroupedConfig() of "
+            "grouped.integrations.transformers",
         ),
         Layout(
             "deepseek",

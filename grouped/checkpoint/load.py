@@ -5,7 +5,6 @@ shapes and dtypes in the headers with the module. The second reads the scales. T
 tensors one by one and writes them.
 """
 
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,6 @@ from .config import check_config
 from .extras import find_harmless, find_result_changing
 from .files import Reader, progress
 from .layouts import LAYOUTS, stacked_suffix
-from .plain_tensors import join_rows, reconcile, stack_experts
 from .plans import Plan, find_plain_tensor, find_weight
 from .products import check_products
 from .shards import (
@@ -181,7 +179,7 @@ class _CheckedLoad(NamedTuple):
         for plan, owner in progress(self.plans, "experts"):
             if plan.layout is None:
                 target = self.allocator.allocate(plan.weight.parameter)
-                fill(target, functools.partial(_plain_values, plan))
+                fill(target, plan.read_plain)
                 refill([target], "checkpoint.load")
                 continue
             retire([plan.weight.parameter], "checkpoint.load")
@@ -211,12 +209,12 @@ def _prepare(
     ownership = Ownership(module)
     _check_can_fill(module, ownership, named_tensors, weights)
     allocator = Allocator(module, {id(t) for _, t in named_tensors}, device)
-    files, missing, found, report = Reader(folder), list[str](), list[str](), Report()
+    files, missing, other_names, report = Reader(folder), list[str](), list[str](), Report()
     check_config(folder)
     plans = [
         plan
         for weight in originals.values()
-        if (plan := find_weight(weight, files, missing, found)) is not None
+        if (plan := find_weight(weight, files, missing, other_names)) is not None
     ]
     expert_keys = {weight.key for weight in weights}
     plain_tensors, copies = list[_PlainTensor](), list[tuple[str, str]]()
@@ -227,17 +225,17 @@ def _prepare(
             plain_tensors.append(_PlainTensor(keys, t, stored))
             copies += [(stored.names[0], name) for name in aliases]
     sources = [*(s for plan in plans for s in plan.stored), *(t.stored for t in plain_tensors)]
-    used = _used_names(sources) | {*found}
+    used = _used_names(sources) | {*other_names}
     report.ignored = [name for _, name in copies]
-    _sort_unexpected(module, files, used, report)
+    sort_unexpected(module, files, used, report)
     if missing or (strict and report.unexpected):
-        raise KeyError(_mismatch_message(files, missing, found, report.unexpected))
+        raise KeyError(_mismatch_message(files, missing, other_names, report.unexpected))
     for plan in plans:
         plan.check_headers()
     for tensor in plain_tensors:
         tensor.stored.check_headers(tensor.target.dtype)
     _check_copies(files, copies)
-    _check_transposed(plans)
+    check_transposed(plans)
     owners = _check_owners(ownership, plans, weights)
     check_products(plans, allocator.device_of)
     report.input_scales = {name: files[name] for name in report.input_scales}
@@ -312,7 +310,7 @@ def _check_is_not_trained(weight: ExpertWeight) -> None:
         )
 
 
-def _check_transposed(plans: list[Plan]) -> None:
+def check_transposed(plans: list[Plan]) -> None:
     """Raise ValueError for transposed experts with both plain and quantized weights."""
     transposed_owners = {
         id(plan.weight.owner)
@@ -347,7 +345,7 @@ def _used_names(stored: list[Stored]) -> set[str]:
     return used
 
 
-def _sort_unexpected(module: nn.Module, files: Reader, used: set[str], report: Report) -> None:
+def sort_unexpected(module: nn.Module, files: Reader, used: set[str], report: Report) -> None:
     """Sort unused names into the report: harmless ones, scales of activations, unexpected ones.
 
     Raises:
@@ -381,20 +379,23 @@ def _sort_unexpected(module: nn.Module, files: Reader, used: set[str], report: R
 
 
 def _mismatch_message(
-    files: Reader, missing: list[str], found: list[str], unexpected: list[str]
+    files: Reader, missing: list[str], other_names: list[str], unexpected: list[str]
 ) -> str:
     """Return a message with missing and unexpected names, and a remedy."""
-    parts = [f"lacks {_abbreviate(missing)}"] if missing else []
-    parts += [f"has, beyond the module, {_abbreviate(unexpected)}"] if unexpected else []
-    return f"{files.folder} {' and '.join(parts)}: {_remedy(files, missing, found, unexpected)}"
+    clauses = [f"lacks {_abbreviate(missing)}"] if missing else []
+    clauses += [f"has, beyond the module, {_abbreviate(unexpected)}"] if unexpected else []
+    remedy = _remedy(files, missing, other_names, unexpected)
+    return f"{files.folder} {' and '.join(clauses)}: {remedy}"
 
 
-def _remedy(files: Reader, missing: list[str], found: list[str], unexpected: list[str]) -> str:
+def _remedy(
+    files: Reader, missing: list[str], other_names: list[str], unexpected: list[str]
+) -> str:
     """Return a remedy that fits the names."""
     incomplete = "the checkpoint is incomplete, or of a module with fewer layers or experts"
     if not missing:
         return "if the module should not have them, strict=False ignores the tensors"
-    if found and not unexpected:
+    if other_names and not unexpected:
         return f"it has other tensors of these weights, so {incomplete}"
     if any(".lora_" in name for name in missing):
         return "the module has adapters of PEFT: load the checkpoint before get_peft_model"
@@ -438,39 +439,16 @@ def _check_copies(files: Reader, copies: list[tuple[str, str]]) -> None:
             )
 
 
-def _plain_values(plan: Plan, groups: range | None) -> Tensor:
-    """Read the plain values of these experts in the layout of the parameter."""
-    if plan.is_stacked:
-        return plan.stored[0].read_plain(groups)
-    weight = plan.weight
-    matrices = [stored.read_plain() for stored in plan.select_groups(groups)]
-    dense = torch.stack(
-        [join_rows(rows, weight.interleaved) for rows in plan.split_by_expert(matrices)]
-    )
-    return dense.mT if weight.transposed and not weight.is_bias else dense
-
-
 def _replace(plan: Plan, owner: Owner | None, device: torch.device, report: Report) -> None:
     """Replace a parameter by the quantized weight of the checkpoint, for this rank's experts."""
     weight, layout = plan.weight, plan.layout
     assert layout is not None
     old, groups = weight.parameter, local_rows(weight.parameter)
     assert groups is not None
-    fmt = layout.fmt
     # A rank without experts reads the first one, and takes zero groups of it.
-    read = groups or range(1)
-    if plan.is_stacked:
-        whole = plan.stored[0].read_quantized(read, device)
-    else:
-        experts = []
-        tensors = [stored.read_quantized(None, device) for stored in plan.select_groups(read)]
-        for expert, projections in zip(read, plan.split_by_expert(tensors), strict=True):
-            joined, noise = reconcile(projections, fmt, weight.interleaved)
-            experts.append(joined)
-            if noise is not None and groups:
-                report.reconciled[f"{weight.path}.{expert}".lstrip(".")] = noise
-        whole = stack_experts(experts)
-    quantized = GroupedTensor.from_parts(fmt, *whole, dtype=old.dtype)
+    quantized, noise = plan.read_quantized(groups or range(1), device, old.dtype)
+    if groups:
+        report.reconciled |= noise
     weight.replace(make_parameter(old, quantized if groups else quantized[:0], weight.shape))
     update_owner(owner)
     report.layouts[weight.key] = layout.name

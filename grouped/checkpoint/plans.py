@@ -3,10 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
+from ..tensor.grouped_tensor import GroupedTensor
 from .files import Reader
 from .layouts import LAYOUTS, Layout, stacked_suffix
+from .plain_tensors import join_rows, reconcile, stack_experts
 from .stored import Stored
 from .weights import ExpertWeight
 
@@ -61,6 +64,46 @@ class Plan(NamedTuple):
         for stored in self.stored:
             stored.check_headers(self.weight.parameter.dtype, note)
 
+    def read_plain(self, groups: range | None = None) -> Tensor:
+        """Read the plain values of these experts, or of all, in the layout of the parameter."""
+        if self.is_stacked:
+            return self.stored[0].read_plain(groups)
+        weight = self.weight
+        matrices = [stored.read_plain() for stored in self.select_groups(groups)]
+        dense = torch.stack(
+            [join_rows(rows, weight.interleaved) for rows in self.split_by_expert(matrices)]
+        )
+        return dense.mT if weight.transposed and not weight.is_bias else dense
+
+    def read_quantized(
+        self, groups: range, device: torch.device, dtype: torch.dtype
+    ) -> tuple[GroupedTensor, dict[str, float]]:
+        """Read a quantized weight.
+
+        Args:
+            groups: Experts to read.
+            device: Device of the result.
+            dtype: Dtype of the result.
+
+        Returns:
+            The weight (G, N, K), and the signal-to-noise ratio in dB of the experts that had to be
+            quantized again, by name.
+        """
+        weight, layout = self.weight, self.layout
+        assert layout is not None
+        if self.is_stacked:
+            whole = self.stored[0].read_quantized(groups, device)
+            return GroupedTensor.from_parts(layout.fmt, *whole, dtype=dtype), {}
+        experts, noises = [], {}
+        tensors = [stored.read_quantized(None, device) for stored in self.select_groups(groups)]
+        for expert, projections in zip(groups, self.split_by_expert(tensors), strict=True):
+            joined, noise = reconcile(projections, layout.fmt, weight.interleaved)
+            experts.append(joined)
+            if noise is not None:
+                noises[f"{weight.path}.{expert}".lstrip(".")] = noise
+        whole = stack_experts(experts)
+        return GroupedTensor.from_parts(layout.fmt, *whole, dtype=dtype), noises
+
     def _joined_shape_note(self, shape: tuple[int, ...]) -> str:
         """Return a note on the shape of the parameter, if one projection has ``shape``."""
         groups, rows, *columns = self.weight.shape
@@ -74,12 +117,12 @@ class Plan(NamedTuple):
 
 
 def find_weight(
-    weight: ExpertWeight, files: Reader, missing: list[str], found: list[str]
+    weight: ExpertWeight, files: Reader, missing: list[str], other_names: list[str]
 ) -> Plan | None:
     """Return the plan of a weight.
 
     If the checkpoint lacks some of its tensors, return None, add their names to ``missing``, and
-    those of its other tensors to ``found``.
+    those of its other tensors to ``other_names``.
     """
     groups, *matrix = weight.shape
     rows = (matrix[0] // len(weight.projections), *matrix[1:])
@@ -99,7 +142,7 @@ def find_weight(
             lacking = [name for names in candidates for name in names if name not in files]
             if lacking:
                 missing += lacking
-                found += [name for names in candidates for name in names if name in files]
+                other_names += [name for names in candidates for name in names if name in files]
                 return None
             stored = [Stored(files, layout, names, rows) for names in candidates]
             return Plan(weight, layout, stored, False)

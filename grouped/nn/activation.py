@@ -33,7 +33,7 @@ def warn_if_ungated(module: str, activation: object) -> None:
             f"x). For gated experts of models whose configuration says {activation!r}, pass "
             f"{gated!r}; for these experts without this warning pass "
             f"grouped.Activation({activation!r})",
-            stacklevel=3,
+            stacklevel=4,  # The caller of the constructor, which suggest_arguments wraps.
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype
-from cute_kernels.records import check_kind
+from cute_kernels.records import check_kind, suggest_arguments
 
 from ..functional.expert_layer import Layer
 from ..functional.linear_autograd import multiply, rows_and_end_rows
@@ -46,6 +46,7 @@ def check_width(name: str, size: object, recipe: Recipe | None) -> None:
     check_size(name, size, recipe.multiple, f"{recipe}: it is the blocked dimension of a product")
 
 
+@suggest_arguments
 class GroupedLinear(InspectableLayer):
     """Applies ``y = x W_g^T + b_g`` to the rows of each group g.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.formats.activations import Activation
+from cute_kernels.records import suggest_arguments
 
 from ..functional.experts import (
     ExpertsOptions,
@@ -55,6 +56,7 @@ class Mixture:
         return self._shared
 
 
+@suggest_arguments
 class GroupedMLP(nn.Module):
     """Experts: ``y = W2_g act(W1_g x)`` for the rows of group g.
 
@@ -148,6 +150,7 @@ class GroupedMLP(nn.Module):
 
     @recipe.setter
     def recipe(self, recipe: Recipe) -> None:
+        """Set the recipe of both layers."""
         check_recipe(recipe)
         layers = (self.gate_up, self.down)
         for layer in layers:
@@ -309,11 +312,11 @@ class GroupedMLP(nn.Module):
 def common_recipe(modules: Mapping[str, GroupedLinear | GroupedMLP]) -> Recipe:
     """Return the recipe that all ``modules`` have, or raise ValueError with the recipe of each."""
     recipes = {name: module.recipe for name, module in modules.items()}
-    first, *others = recipes.values()
-    if any(recipe != first for recipe in others):
+    common = next(iter(recipes.values()))
+    if any(recipe != common for recipe in recipes.values()):
         listed = ", ".join(f"{name}.recipe is {recipe}" for name, recipe in recipes.items())
         raise ValueError(f"recipe has no single value: {listed}")
-    return first
+    return common
 
 
 def _check_new_recipe(layer: GroupedLinear, recipe: Recipe) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from cute_kernels.formats.activations import Activation
 from cute_kernels.ops.checks import check_dtype, same_device
-from cute_kernels.records import check_kind
+from cute_kernels.records import check_kind, suggest_arguments
 from cute_kernels.runtime.observers import needs_dispatcher
 
 from ..functional.experts import ExpertsOptions, compute_routing, experts, run_inference
@@ -21,6 +21,7 @@ from .mlp import GroupedMLP, Mixture, common_recipe, is_unmodified
 from .router import MoELosses, Router
 
 
+@suggest_arguments
 class MoE(nn.Module):
     """Sends each token to its ``top_k`` best experts and adds up their weighted outputs.
 
@@ -172,6 +173,7 @@ class MoE(nn.Module):
 
     @recipe.setter
     def recipe(self, recipe: Recipe) -> None:
+        """Set the recipe of all experts."""
         check_recipe(recipe)
         self._check_recompute(recipe)
         for mlp in self._mlps().values():

@@ -1,12 +1,14 @@
 """``GroupedMLP`` against one expert at a time, and against its two layers, bit by bit."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from cute_kernels.formats.activations import ACTIVATIONS
 from grouped import Activation, recipes
-from grouped.nn import GroupedMLP
+from grouped.nn import GroupedLinear, GroupedMLP, MoE
 from tests.helpers import BF16, assert_all_same, assert_same_bytes, sample
 from tests.reference.test_activations import compute_fp64
 
@@ -111,3 +113,16 @@ def test_recipe_of_both_layers_can_be_set():
     with pytest.raises(ValueError, match="in_features must be a multiple of 16"):
         narrow.recipe = recipes.NVFP4()
     assert narrow.recipe == narrow.gate_up.recipe == narrow.down.recipe == recipes.BF16()
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "meant"),
+    [
+        (functools.partial(MoE, 64, 32, 4), "topk", "top_k"),
+        (functools.partial(GroupedMLP, 4, 64, 32), "activaton", "activation"),
+        (functools.partial(GroupedLinear, 4, 64, 32), "recip", "recipe"),
+    ],
+)
+def test_unknown_arguments_suggest_the_name_that_was_meant(make, name, meant):
+    with pytest.raises(TypeError, match=f"argument '{name}'.*did you mean '{meant}'"):
+        make(**{name: None})

@@ -288,7 +288,7 @@ REFUSED = {
         moe_of,
         {"fmt": grouped.NVFP4(hadamard=True), "trainable": True},
         ValueError,
-        "dgrad does not read",
+        "gradient of the input does not read",
     ),
     "apart": (
         lambda: moe_of(recipes.FP8Block(), single_parameter=False),

@@ -18,8 +18,9 @@ from grouped.checkpoint.layouts import LAYOUTS
 from grouped.checkpoint.plain_tensors import WeightTensors, quantize_weight
 from grouped.functional.moe import moe
 from grouped.integrations import vllm as plugin
-from grouped.integrations.vllm import activations, schemes, weights
-from grouped.integrations.vllm.schemes import SCHEMES, load_format
+from grouped.integrations.serving import schemes, warmup, weights
+from grouped.integrations.serving.schemes import SCHEMES, load_format
+from grouped.integrations.vllm import activations
 from tests.helpers import BF16, F32, contains_all, save_and_load
 from tests.integration import fake_vllm
 
@@ -153,7 +154,7 @@ def test_parts_of_blocks_are_refused():
     """Refuse a tensor-parallel part that cuts blocks, and say what to use instead."""
     sizes = weights.Sizes("w13", EXPERTS, 2 * 96, 256, 2)
     with pytest.raises(ValueError, match=contains_all(PREFIX, "96 rows", "128", "parallel")):
-        weights.check_sizes(sizes, grouped.FP8Block(block=(128, 128)), PREFIX)
+        weights.check_sizes(sizes, grouped.FP8Block(block=(128, 128)), PREFIX, "less parallel")
 
 
 # ---- a layer
@@ -408,7 +409,7 @@ def test_recipes_of_users(engine, monkeypatch):
 
 def test_planned_token_counts(engine):
     """Plan all small token counts, larger ones in small steps, and the largest."""
-    counts = engine.warmup.TokenCounts(8192, (1, 2, 512))
+    counts = warmup.TokenCounts(8192, (1, 2, 512))
     planned = list(counts.planned())
     assert planned[:256] == list(range(1, 257)) and planned[-1] == 8192
     assert all(b - a <= max(1, a / 32) for a, b in zip(planned, planned[1:], strict=False))
@@ -432,7 +433,7 @@ def test_no_call_compiles(engine, scheme):
         def call(count):
             return method.apply(layer, x[:count], p[:count], ids[:count])
 
-        notes = engine.warmup.planned_kernels(method, call, method._token_counts)
+        notes = warmup.planned_kernels(method, call, method._token_counts)
         compilation.forget_kernels()
         for count in (1, 5, 8):
             assert call(count).isfinite().all()

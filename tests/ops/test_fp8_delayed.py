@@ -1,4 +1,4 @@
-"""FP8 with given scales (delayed scaling) and with current ones, code by code."""
+"""FP8 with given scales (delayed scaling), code by code."""
 
 import pytest
 import torch
@@ -91,30 +91,6 @@ def test_ragged_groups(splits, directions, dtype):
         x = special_values(total + 3, 48, source)  # three rows of tail
         q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, **options)
         check(q, x, scale, dtype, row_ranges(splits))
-
-
-@pytest.mark.parametrize("dtype", [*FORMATS], ids=IDS)
-@pytest.mark.parametrize(
-    "splits",
-    [
-        pytest.param((0, 7, 129, 0, 154), id="ragged"),
-        pytest.param((1,), id="one row"),
-        pytest.param(None, id="uniform"),
-    ],
-)
-def test_current_scaling_follows_the_amax(splits, dtype):
-    """Zeros and infinities have scale 1, denormals the largest scale."""
-    for source in DTYPES.values():
-        x = special_values(300, 144, source)
-        x[:7] = torch.finfo(source).tiny / 4
-        x, offs = (x.view(3, 100, 144), None) if splits is None else (x, offs_from_splits(splits))
-        bounds = row_ranges(splits or (100,) * 3)
-        amax = torch.tensor(
-            [amax_of(x[g] if offs is None else x[slice(*span)]) for g, span in enumerate(bounds)]
-        )
-        scale = (torch.tensor(torch.finfo(dtype).max) / amax).clamp(max=torch.finfo(F32).max)
-        scale[(amax == 0) | ~amax.isfinite()] = 1.0
-        check(grouped.quantize(x, FP8(dtype), offs=offs, columnwise=True), x, scale, dtype, bounds)
 
 
 def test_many_groups_and_views():

@@ -135,7 +135,7 @@ def test_the_exit_status_of_a_check_is_1_if_something_differs(
 ):
     """Check that a changed list gives exit status 1."""
     content = {"kernels": {"arch": {"00": ["Config"] * count}}}
-    monkeypatch.setattr(freeze, "collect", lambda sections, jobs: content)
+    monkeypatch.setattr(freeze, "collect", lambda sections, jobs, match: content)
     file = tmp_path / "freeze.json"
     file.write_text(freeze.dump({"kernels": {"arch": {"00": ["Config"]}}}))
     assert main(["freeze", "--check", str(file)]) == status
@@ -143,8 +143,74 @@ def test_the_exit_status_of_a_check_is_1_if_something_differs(
 
 
 def test_check_accepts_a_file_that_write_made(monkeypatch, tmp_path):
-    monkeypatch.setattr(freeze, "collect", lambda sections, jobs: copy.deepcopy(CONTENT))
+    monkeypatch.setattr(freeze, "collect", lambda sections, jobs, match: copy.deepcopy(CONTENT))
     for option in ((), ("--short",)):
         file = tmp_path / "freeze.json"
         assert main(["freeze", "--write", str(file), *option]) == 0
         assert main(["freeze", "--check", str(file)]) == 0
+
+
+@pytest.fixture
+def content(monkeypatch):
+    """Return a content with many kernels that ``collect`` returns."""
+    content = copy.deepcopy(CONTENT)
+    content["kernels"]["emulated:sm_90a"] |= {f"{i:04x}": [f"Other({i})"] for i in range(30)}
+    monkeypatch.setattr(freeze, "collect", lambda sections, jobs, match: copy.deepcopy(content))
+    return content
+
+
+def test_a_check_prints_20_differences_of_a_kind_or_all(content, tmp_path, capsys):
+    """Check that the number of differences that are not printed is printed."""
+    file = tmp_path / "freeze.json"
+    file.write_text(freeze.dump(CONTENT))
+    assert main(["freeze", "--check", str(file)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.count("are new") == 20
+    assert "... and 10 more of this kind: --all prints them" in printed.out
+    assert "30 differences" in printed.err
+    assert main(["freeze", "--check", str(file), "--all"]) == 1
+    assert capsys.readouterr().out.count("are new") == 30
+
+
+@pytest.mark.parametrize(
+    ("match", "status"), [(r"Config\(", 0), (r"Other\(7\)", 1), ("fprop 2x8", 0)]
+)
+def test_a_pattern_selects_kernels_and_cases(content, tmp_path, match, status):
+    """Check that both sides of a comparison have the matching parts only."""
+    file = tmp_path / "freeze.json"
+    file.write_text(freeze.dump(CONTENT))
+    assert main(["freeze", "--check", str(file), "--match", match]) == status
+    assert main(["freeze", "--write", str(file), "--match", match]) == 0
+    assert freeze.matching(content, match) == json.loads(file.read_text())
+    assert main(["freeze", "--check", str(file), "--match", match]) == 0
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(content, tmp_path, capsys):
+    """Check that a comparison of nothing fails and names the pattern."""
+    file = tmp_path / "freeze.json"
+    assert main(["freeze", "--write", str(file), "--match", "absent"]) == 2
+    assert "no kernel or case of tiles matches --match 'absent'" in capsys.readouterr().err
+    assert not file.exists()
+
+
+def test_a_pattern_needs_a_file_with_whole_specs(content, tmp_path, capsys):
+    """Check that a pattern and a file of names of classes are refused."""
+    file = tmp_path / "freeze.json"
+    assert main(["freeze", "--write", str(file), "--short"]) == 0
+    assert main(["freeze", "--check", str(file), "--match", "Config"]) == 2
+    assert "was written with --short" in capsys.readouterr().err
+
+
+def test_matching_kernels_alone_are_compiled(monkeypatch):
+    """Check that ``collect`` compiles the kernels whose spec matches."""
+    compiled = []
+    monkeypatch.setattr(freeze, "declared_specs", lambda arch: ["a(1)", "b(2)"])
+    monkeypatch.setattr(freeze, "canonical_text", str)
+    monkeypatch.setattr(freeze, "cache_key", lambda spec, arch: None)
+    monkeypatch.setattr(
+        freeze, "precompile", lambda specs, arch, jobs, load: compiled.extend(specs)
+    )
+    monkeypatch.setattr(freeze, "default_cache", lambda: None)
+    with pytest.raises(RuntimeError, match=r"b\(2\) for emulated:sm_90a is not in the disk cache"):
+        freeze.hash_kernels("emulated:sm_90a", match=r"^b")
+    assert compiled == ["b(2)"]

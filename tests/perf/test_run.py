@@ -284,6 +284,22 @@ def test_contender_filters_that_match_nothing(capsys):
     assert "--contender 'zzz' and --format 'qqq': they are" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--filter", "no case here matches --filter 'absent'"),
+        ("--contender", "no contender here matches --contender 'absent'"),
+        ("--format", "no contender here matches --format 'absent'"),
+    ],
+)
+def test_a_check_of_no_count_fails(option, message, capsys):
+    """Check that ``--check`` with a pattern that matches nothing is an error that names it."""
+    chosen = ["--filter", "op=dbias"] if option != "--filter" else []
+    command = ["run", "counts", "--check", "--no-peers", *chosen, option, "absent"]
+    assert main(command) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_filters_that_match_nothing(capsys):
     for pattern, why in (
         ("no such case", "no case here matches"),

@@ -14,6 +14,7 @@ from cute_kernels.capability import UnsupportedError
 from cute_kernels.runtime import aot, architecture, cache, compile_kernel, forget_kernels
 from cute_kernels.runtime import compile as compile_module
 from cute_kernels.runtime.compile import compile_to_disk, is_on_disk
+from cute_kernels.runtime.spec import short_name
 from cute_kernels.runtime.worker import Worker
 from tests.helpers import run_python
 from tests.runtime import toy_kernels
@@ -288,10 +289,15 @@ def family(monkeypatch):
 def test_the_command_lists_and_compiles_matching_kernels(family, capsys):
     """Check that the command lists and compiles matching kernels."""
     assert aot.main(["--arch", "sm_103a", "--arch", "sm_90a", "--list"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" ")[2] for line in lines] == [
         f"tests.runtime.toy_kernels.Scale(factor={factor}, dtype='{dtype}')"
         for factor, dtype in ((1.0, "Float32"), (2.0, "Float16"), (3.0, "Float32"))
     ]
+    name = lines[1].partition(" ")[0]
+    assert name == short_name(Scale(2.0, "Float16"))
+    assert aot.main(["--arch", "sm_103a", "--list", "--match", name.partition("_")[2]]) == 0
+    assert capsys.readouterr().out.splitlines() == [lines[1]]
     arguments = ["--arch", "sm_103a", "--match", "factor=.*Float16", "--jobs", "1"]
     for expected in ("1 compiled, 0 cached", "0 compiled, 1 cached"):
         assert aot.main(arguments) == 0

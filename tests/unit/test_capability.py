@@ -147,6 +147,7 @@ def test_a_class_stands_for_its_defaults():
         (("grouped_gemm", None, "sm_80"), ValueError, ["arch", "'sm_80'", "sm_90a"]),
         (("grouped_gemm", None, "H200"), ValueError, ["arch", "H200 is 'sm_90a'"]),
         (("grouped_gemm", "nvfp4", "reference"), TypeError, ["fmt", "'nvfp4'", "NVFP4()"]),
+        (("grouped_gemm", object(), "reference"), TypeError, ["fmt", "recipe.weight"]),
         (("grouped_gemm", BF16, "reference"), TypeError, ["fmt", "bfloat16"]),
     ],
 )

@@ -1,7 +1,11 @@
 """FP8 with one scale per group: from the amax of this tensor ("current"), or given ("delayed").
 
-scale = fl(FP8_MAX / amax), scale_inv = fl(1 / scale), code = sat_rn_fp8(fl(x * scale)). There are
-no blocks.
+  scale     = min(fl(FP8_MAX / amax), FMAX), or 1 where the amax is 0, infinite or NaN; or as given
+  scale_inv = fl(1 / scale)
+  code      = sat_rn_fp8(fl(x * scale))
+
+There are no blocks. Given scales come from ``kernels/quantize/delayed_scaling.py``. It applies the
+same formula to a history of amaxes, but keeps the previous scale where this one has 1.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,6 @@
-"""FP8 with an fp32 scale per block of 128, in the order that makes it exact (see ``reference``).
+"""FP8 with an fp32 scale per block of 128, with the bits of ``reference/codecs/fp8_block.py``.
+
+The reference states each rounding and their order. This module computes the same bits.
 
 Powers of two need no division. FP8_MAX is 1.75 times a power of two, 448 of 2^8 and 57344 of 2^15.
 So with a = m 2^e the quotient FP8_MAX / a is at least that power times 2^-e just if m <= 1.75. No

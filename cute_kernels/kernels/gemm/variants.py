@@ -1,7 +1,10 @@
-"""The grouped GEMM kernels that training and inference with a recipe use.
+"""The class of configurations of each architecture, and the kernels to compile ahead of time.
 
-They are compiled ahead of time. Options multiply to thousands of variants (bias, factors and output
-of any dtype). The others are compiled when they are first used.
+``CONFIGS`` is where ops get their configurations from (``ops/gemm/launcher.py``).
+
+``kernel_specs`` lists the kernels that training and inference with a recipe use. Options multiply
+to thousands of variants (bias, factors and output of any dtype). The others are compiled when they
+are first used.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ _FP8_WGRAD: tuple[tuple[str, str, dict[str, bool]], ...] = (
     ("fp8_block", "fp8_block", {"pow2_scales": True}),
 )
 
-#: The configurations of each architecture's kernel.
+#: The class of the configurations of each architecture's kernel.
 CONFIGS: dict[str, type[GemmConfig]] = {"sm_90a": Sm90GemmConfig, "sm_100a": Sm100GemmConfig}
 
 

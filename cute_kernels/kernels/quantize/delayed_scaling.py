@@ -1,7 +1,8 @@
 """Update of delayed scaling: the history of each slot rolls by a row, and its next scale follows.
 
 One CTA per slot goes through the slot's column of the history, as many rows at a time as it has
-threads. It reads the following rows before it writes.
+threads. It reads the following rows before it writes. The formula is that of
+``reference/delayed_scaling.py``; ``device/codecs/fp8.py`` uses the scale.
 """
 
 from typing import Any

@@ -7,6 +7,9 @@ With g the amax of a group and fl() one rounding to fp32:
   code      = fp8(fl(x * scale))                                saturating, to nearest even
   value     = fl(code * scale_inv)                              what a code decodes to
 
+Given scales come from ``reference.delayed_scaling_update``. It applies the same formula to a
+history of amaxes, but keeps the previous scale where the first line has 1.
+
 NaN never reaches an amax; as an element it becomes the code of NaN, 0x7F. With ``nan_scales``
 scale_inv is NaN where g is infinite, also where the scale is given.
 """

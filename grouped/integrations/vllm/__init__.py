@@ -11,8 +11,8 @@ layers keep vLLM's own methods. See ``docs/guide/vllm.md``.
 Importing this package imports neither vLLM nor its modules.
 """
 
+from ..serving.schemes import SCHEMES, Scheme
 from .registration import load_plugin, register
-from .schemes import SCHEMES, Scheme
 
 __all__ = ["SCHEMES", "Scheme", "load_plugin", "register"]
 

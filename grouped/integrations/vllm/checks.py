@@ -3,19 +3,20 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from cute_kernels import active_backend
-from cute_kernels.records import UnsupportedError
-
-from ...functional.quantization import quantize
-from ...preparation import check_product
-from ...tensor.grouped_tensor import GroupedTensor
-from .schemes import SCHEMES, LoadedFormat, load_format
+from ..serving.device import Choice
+from ..serving.schemes import SCHEMES, LoadedFormat, load_format
 from .symbols import envs
-from .weights import Sizes, check_sizes
 
 _OMIT = "omit --quantization to use vLLM's own kernels"
+
+
+def make_choice(scheme_name: str) -> Choice:
+    """Return a choice of a scheme in vLLM's words."""
+    return Choice(
+        f"--quantization {scheme_name}",
+        _OMIT,
+        "use a smaller --tensor-parallel-size, or --enable-expert-parallel",
+    )
 
 
 def check_options(moe: Any, vllm_config: Any, scheme_name: str, formats: LoadedFormat) -> None:
@@ -64,38 +65,3 @@ def _rules(
         f"tokens share a scale in {formats.recipe}",
         f"use one of {', '.join(invariant)}",
     )
-
-
-def check_device(
-    device: torch.device,
-    formats: LoadedFormat,
-    sizes: tuple[Sizes, Sizes],
-    dtype: torch.dtype,
-    scheme_name: str,
-    prefix: str,
-) -> None:
-    """Raise unless ``device`` runs the products of a layer. No memory is allocated.
-
-    Raises:
-        ValueError: The sizes do not fit the formats, or a recipe does not multiply the weights.
-        cute_kernels.UnsupportedError: The device has no kernel.
-    """
-    backend = active_backend(device)
-    if device.type == "cuda" and backend.name == "cuda" and backend.arch == "reference":
-        raise UnsupportedError(
-            f"--quantization {scheme_name} needs a GPU of Hopper or Blackwell: {_OMIT}"
-        )
-    if formats.weight is None:
-        return
-    for weight_sizes in sizes:
-        check_sizes(weight_sizes, formats.weight, prefix)
-        shape = (weight_sizes.experts, weight_sizes.rows, weight_sizes.columns)
-        weight: GroupedTensor = quantize(
-            torch.empty(shape, dtype=dtype, device="meta"), formats.weight
-        )
-        try:
-            check_product(weight, formats.recipe, device, needs_dx=False)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise type(error)(
-                f"--quantization {scheme_name} cannot serve {prefix}: {error}"
-            ) from None

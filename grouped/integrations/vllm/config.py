@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from ..serving.schemes import SCHEMES, Scheme, load_format
 from .folders import PLAIN, Folder, find_folder
 from .method import GroupedExpertsMethod
-from .schemes import SCHEMES, Scheme, load_format
 from .symbols import (
     LinearBase,
     QuantizationConfig,

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from ...functional.moe import moe as grouped_moe
 from ...preparation import prepacks
 from ...tensor.grouped_tensor import GroupedTensor
-from . import weights
+from ..serving import weights
+from ..serving.device import check_device
+from ..serving.schemes import LoadedFormat
 from .activations import find_activation
-from .checks import check_device, check_options
-from .schemes import LoadedFormat
+from .checks import check_options, make_choice
 from .symbols import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
     FusedMoEMethodBase,
@@ -21,7 +22,7 @@ from .symbols import (
     initialize_online_processing,
     set_weight_attrs,
 )
-from .warmup import TokenCounts, warm_up
+from .warmup import token_counts, warm_up
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -64,7 +65,7 @@ class GroupedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self._prefix, self._scheme_name = prefix, scheme_name
         self._has_input_scale = has_input_scale
         self._activation = find_activation(layer, prefix)
-        self._token_counts = TokenCounts.from_config(config, self.moe)
+        self._token_counts = token_counts(config, self.moe)
         #: Plain weights are quantized layer by layer while vLLM loads them, so that the plain
         #: weights of all layers are never in memory. The loader of gpt-oss, whose rows are
         #: interleaved, does not tell when a layer is complete.
@@ -97,9 +98,8 @@ class GroupedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             weights.Sizes("w2", num_experts, hidden_size, intermediate_size_per_partition, 1),
         )
         device = torch.get_default_device()
-        check_device(
-            device, self.formats, self._sizes, params_dtype, self._scheme_name, self._prefix
-        )
+        choice = make_choice(self._scheme_name)
+        check_device(device, self.formats, self._sizes, params_dtype, choice, self._prefix)
         target = torch.device("meta") if self.uses_meta_device else device
         for sizes in self._sizes:
             for spec in weights.parameter_specs(

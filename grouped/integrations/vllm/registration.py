@@ -3,7 +3,7 @@
 import logging
 
 from ...recipes import Recipe, check_recipe
-from .schemes import SCHEMES, Scheme
+from ..serving.schemes import SCHEMES, Scheme
 
 
 def register(**more: Recipe) -> tuple[str, ...]:

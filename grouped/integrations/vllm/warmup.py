@@ -1,70 +1,27 @@
-"""Kernels of the experts are compiled, or loaded from disk, before the server is ready.
+"""Kernels of the experts are compiled, or loaded from disk, before vLLM's server is ready."""
 
-The kernel of a product depends on the number of tokens, so one call is not enough. ``warm_up``
-plans the calls of many token counts without running them, compiles their kernels in several
-processes, and then runs a few calls.
-"""
-
-from __future__ import annotations
-
-import os
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
-from cute_kernels import active_backend, precompile
-from cute_kernels.runtime.planning import KernelNotes
-
-from ...tensor.grouped_tensor import GroupedTensor
+from ..serving import warmup
+from ..serving.warmup import TokenCounts
 from .symbols import init_logger
 
 logger = init_logger(f"vllm.{__name__}")
 
-#: Token counts up to this one are all planned; larger ones in steps of a 32nd part.
-_ALL_UP_TO = 256
-#: Calls that are warm: sizes, formats and counts.
-_warm: set[Any] = set()
 
+def token_counts(config: Any, moe: Any) -> TokenCounts:
+    """Return the numbers of tokens in calls, from vLLM's configuration.
 
-class TokenCounts(NamedTuple):
-    """Numbers of tokens with which vLLM calls the experts.
-
-    Attributes:
-        largest: Largest number.
-        captured: Numbers for which CUDA graphs are captured.
+    With data parallelism, experts get the tokens of all ranks.
     """
-
-    largest: int
-    captured: tuple[int, ...]
-
-    @classmethod
-    def from_config(cls, config: Any, moe: Any) -> TokenCounts:
-        """Return the numbers from vLLM's configuration.
-
-        With data parallelism, experts get the tokens of all ranks.
-        """
-        ranks = moe.moe_parallel_config.dp_size
-        sizes = config.compilation_config.cudagraph_capture_sizes or ()
-        largest = config.scheduler_config.max_num_batched_tokens * ranks
-        counts = sorted({size * ranks for size in sizes})
-        return cls(largest, tuple(count for count in counts if count <= largest))
-
-    def planned(self) -> Iterator[int]:
-        """Yield the numbers whose calls are planned, from small to large."""
-        count = 1
-        while count < self.largest:
-            yield count
-            count += max(1, count // 32 if count >= _ALL_UP_TO else 1)
-        yield self.largest
-
-    def run(self) -> list[int]:
-        """Return the numbers whose calls are run: captured ones, powers of two and the largest."""
-        powers = (1 << i for i in range(self.largest.bit_length()))
-        return sorted({*self.captured, *powers, self.largest})
+    ranks = moe.moe_parallel_config.dp_size
+    sizes = config.compilation_config.cudagraph_capture_sizes or ()
+    largest = config.scheduler_config.max_num_batched_tokens * ranks
+    counts = sorted({size * ranks for size in sizes})
+    return TokenCounts(largest, tuple(count for count in counts if count <= largest))
 
 
 def warm_up(method: Any, layer: Any, counts: TokenCounts) -> None:
@@ -75,74 +32,16 @@ def warm_up(method: Any, layer: Any, counts: TokenCounts) -> None:
         layer: vLLM's ``RoutedExperts``.
         counts: Numbers of tokens in calls.
     """
-    operands = method.operands(layer)
-    device = operands[0].device
-    if active_backend(device).arch == "reference":
-        return  # Nothing is compiled.
-    key = (
-        tuple((tuple(t.shape), t.dtype, getattr(t, "_layout", None)) for t in operands),
-        (method.formats, layer.top_k, layer.global_num_experts, device, counts),
-        (layer.activation, layer.apply_router_weight_on_input, layer.expert_map is None),
-    )
-    if key in _warm:
-        return
-    started = time.perf_counter()
-    dtype = method.moe.in_dtype
+    device = method.operands(layer)[0].device
+    like = torch.empty(0, dtype=method.moe.in_dtype, device=device)
+    sizes = layer.hidden_size, layer.top_k, layer.global_num_experts
 
     def call(count: int) -> Tensor:
-        result: Tensor = method.apply(layer, *_inputs(layer, count, dtype, device))
+        result: Tensor = method.apply(layer, *warmup.spread_tokens(count, *sizes, like))
         return result
 
-    notes = planned_kernels(method, call, counts)
-    result = precompile(notes.specs, arch=notes.architecture, jobs=_num_jobs(), progress=False)
-    with torch.inference_mode():
-        for count in counts.run():
-            call(count)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    _warm.add(key)
-    logger.info(
-        "grouped-kernels: %d kernels for up to %d tokens, %d of them compiled, in %.1f s",
-        len(notes.specs),
-        counts.largest,
-        result.compiled,
-        time.perf_counter() - started,
+    key = (
+        (method.formats, *sizes, method.moe.in_dtype),
+        (layer.activation, layer.apply_router_weight_on_input, layer.expert_map is None),
     )
-
-
-def _num_jobs() -> int:
-    """Return this rank's share of the CPUs: ranks of a host compile at the same time."""
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return max(1, (os.cpu_count() or 1) // ranks)
-
-
-def planned_kernels(method: Any, call: Callable[[int], Tensor], counts: TokenCounts) -> KernelNotes:
-    """Return the kernels that calls launch, from plans on fake tensors."""
-    notes = KernelNotes()
-    real = method._operands
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        try:
-            method._operands = tuple(_fake(t, mode) for t in real)
-            with notes, torch.no_grad():
-                for count in counts.planned():
-                    call(count)
-        finally:
-            method._operands = real
-    return notes
-
-
-def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Return a weight without data."""
-    if isinstance(t, GroupedTensor):
-        return t._apply_inner(mode.from_tensor)
-    return mode.from_tensor(t)
-
-
-def _inputs(
-    layer: Any, count: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, routing weights and expert ids, spread evenly over the experts."""
-    x = torch.zeros(count, layer.hidden_size, dtype=dtype, device=device)
-    pairs = torch.arange(count * layer.top_k, dtype=torch.int32, device=device)
-    ids = (pairs % layer.global_num_experts).view(count, layer.top_k)
-    return x, torch.ones(count, layer.top_k, device=device), ids
+    warmup.warm_up(method, call, counts, key, logger)

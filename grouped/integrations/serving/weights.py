@@ -1,4 +1,4 @@
-"""Expert weights: parameters that vLLM's loader fills, and GroupedTensors made of them.
+"""Expert weights: parameters that an engine's loader fills, and GroupedTensors made of them.
 
 A layer's first product has the weight ``w13`` (E, 2I, H): the rows of the gate, then those of the
 up projection; or (E, I, H) without a gate. The second one has ``w2`` (E, H, I).
@@ -18,7 +18,7 @@ from ...checkpoint.plain_tensors import WeightTensors, reconcile
 from ...functional.quantization import quantize
 from ...tensor.grouped_tensor import GroupedTensor
 
-#: Kinds of parameters, by which vLLM's loader cuts the tensors of a checkpoint.
+#: Kinds of parameters, by which the loaders of engines cut the tensors of a checkpoint.
 WEIGHT, BLOCK, TENSOR = "weight", "block", "tensor"
 #: NaN in E4M3.
 _NAN_BYTE = 0x7F
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 
 
 class ParameterSpec(NamedTuple):
-    """A parameter that vLLM's loader fills.
+    """A parameter that the engine's loader fills.
 
     Attributes:
         name: Name in the layer.
@@ -89,14 +89,21 @@ def parameter_specs(
     for global_scale in global_scales:
         yield ParameterSpec(global_scale, count, torch.float32, TENSOR)
     if has_input_scale and layout.input_scale is not None:
-        # ModelOpt's ``input_scale`` is one number per expert in vLLM's loader.
+        # ModelOpt's ``input_scale`` is one number per expert in the loaders of vLLM and SGLang.
         input_scale = name + layout.input_scale.replace(".", "_", 1)
         is_single = input_scale.endswith("_input_scale")
         yield ParameterSpec(input_scale, (experts,) if is_single else count, torch.float32, TENSOR)
 
 
-def check_sizes(sizes: Sizes, fmt: Format, prefix: str) -> None:
-    """Raise ValueError if this rank's part of a weight has no whole blocks of the format."""
+def check_sizes(sizes: Sizes, fmt: Format, prefix: str, advice: str) -> None:
+    """Raise ValueError if this rank's part of a weight has no whole blocks of the format.
+
+    Args:
+        sizes: Sizes of the weight.
+        fmt: Format of the weight in memory.
+        prefix: Name of the layer.
+        advice: Options of the engine that make the part larger.
+    """
     block = fmt.scale.vec_size if fmt.scale is not None and fmt.has_squares else 1
     rows = sizes.rows // sizes.projections
     for dim, size, multiple in (
@@ -106,7 +113,7 @@ def check_sizes(sizes: Sizes, fmt: Format, prefix: str) -> None:
         if size % multiple:
             raise ValueError(
                 f"{prefix}: {sizes.name} has {size} {dim} on each rank, but {fmt} needs a multiple "
-                f"of {multiple}: use a smaller --tensor-parallel-size, or --enable-expert-parallel"
+                f"of {multiple}: {advice}"
             )
 
 
@@ -177,12 +184,12 @@ def remove_parameters(layer: nn.Module, names: list[str]) -> None:
 def set_buffers(layer: nn.Module, name: str, weight: GroupedTensor) -> None:
     """Make the plain tensors of a weight parameters of the layer.
 
-    vLLM moves, measures and rebalances (EPLB) parameters: plain tensors whose first dimension is
+    Engines move, measure and rebalance (EPLB) parameters: plain tensors whose first dimension is
     that of the experts.
     """
     for attribute, t in weight._inner().items():
         parameter = nn.Parameter(t, requires_grad=False)
-        # A layer may be quantized before vLLM has read the experts of other ranks, for which it
+        # A layer may be quantized before vLLM has read those of other ranks, for which it
         # calls the loader of the parameter that it knows. The loader skips them.
         parameter.weight_loader = getattr(layer, "weight_loader", None)  # type: ignore[attr-defined]
         layer.register_parameter(buffer_name(name, attribute), parameter)

@@ -1,16 +1,4 @@
-"""Experts of Hugging Face transformers (5.x) on grouped kernels.
-
-    from grouped.integrations.transformers import prepare, register
-
-    register()
-    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="grouped_bf16")
-    model.set_experts_implementation("grouped_fp8_block")  # trains in this recipe
-    prepare(model.eval())  # for serving: quantizes the weights once
-
-This works with every model that uses transformers' experts interface. Weights may be transposed,
-layers may have biases, other gates (interleaved, clamped) or no gate, and ids may contain the
-sentinels of transformers' expert parallelism.
-"""
+"""Experts implementations for transformers, and ``prepare`` for its models."""
 
 import functools
 from collections.abc import Callable, Iterator, MutableMapping
@@ -26,12 +14,12 @@ from cute_kernels import ops
 from cute_kernels.formats import Format
 from ptx_emulator.host.suggestions import did_you_mean
 
-from .. import recipes
-from ..functional.experts import compute_routing
-from ..functional.linear_autograd import linear
-from ..functional.moe import ExpertsCall
-from ..nn.cached_weight import lookup, warn_if_captured
-from ..preparation import (
+from ... import recipes
+from ...functional.experts import compute_routing
+from ...functional.linear_autograd import linear
+from ...functional.moe import ExpertsCall
+from ...nn.cached_weight import lookup, warn_if_captured
+from ...preparation import (
     SOURCES,
     Source,
     Weight,
@@ -40,16 +28,9 @@ from ..preparation import (
     is_foreign_experts,
     reorder,
 )
-from ..preparation import prepare as prepare_model
-from ..recipes import Recipe, check_recipe
-from ..tensor.grouped_tensor import GroupedTensor
-
-__all__ = ["RECIPES", "prepare", "register"]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
+from ...preparation import prepare as prepare_model
+from ...recipes import Recipe, check_recipe
+from ...tensor.grouped_tensor import GroupedTensor
 
 Forward: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
@@ -68,6 +49,9 @@ _FORWARDS: dict[str, Forward] = {}
 
 def register(**more: Recipe) -> tuple[str, ...]:
     """Add experts implementations to transformers: those of ``RECIPES`` and the arguments.
+
+    It also adds the quantizer of ``GroupedConfig``. Without one, ``from_pretrained`` of a ModelOpt
+    folder then raises, since transformers has no quantizer for it.
 
     Args:
         more: Further recipes by the name of their implementation.
@@ -95,7 +79,15 @@ def register(**more: Recipe) -> tuple[str, ...]:
     for name, recipe in RECIPES.items():
         _FORWARDS[name] = _forward_in(recipe)
         hf.ALL_EXPERTS_FUNCTIONS.register(name, _FORWARDS[name])
+    from .quantizer import register_quantizer
+
+    register_quantizer()
     return tuple(RECIPES)
+
+
+def is_registered() -> bool:
+    """Return True if transformers has the implementations of all recipes."""
+    return set(RECIPES) <= set(hf.ALL_EXPERTS_FUNCTIONS)
 
 
 def prepare(
@@ -158,9 +150,8 @@ def save_pretrained(
     name = next((name for name, t in state.items() if isinstance(t, GroupedTensor)), None)
     if name is not None:
         raise ValueError(
-            f"save_pretrained writes plain weights, but prepare() quantized {name}: save before, "
-            "or save the quantized weights by "
-            "grouped.checkpoint.save(model, folder, layout=...)"
+            f"save_pretrained writes plain weights, but {name} is quantized: save before prepare()"
+            ", or save the quantized weights by grouped.checkpoint.save(model, folder, layout=...)"
         )
     return type(self).save_pretrained(self, *args, state_dict=state_dict, **kwargs)
 
@@ -182,8 +173,8 @@ def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
         for config, name in zip(configs, before, strict=True):
             config._experts_implementation_internal = name
         raise ValueError(
-            f"experts_implementation={experts_implementation!r} cannot multiply the weights that "
-            f"prepare() quantized: {error}"
+            f"experts_implementation={experts_implementation!r} cannot multiply the quantized "
+            f"weights of the model: {error}"
         ) from None
     for weight in weights:
         reorder(weight)

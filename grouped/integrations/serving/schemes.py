@@ -1,4 +1,4 @@
-"""Schemes: the values of ``--quantization`` that serve experts on grouped kernels."""
+"""Schemes: formats in which engines serve experts on grouped kernels."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class Scheme(NamedTuple):
     """Formats of the experts' operands.
 
     Attributes:
-        name: Value of ``--quantization``.
+        name: Name that the user of an engine writes.
         recipe: Recipe of the products; it decides the format of the activations. None takes the
             recipe that the checkpoint asks for, which is ``BF16`` for a plain checkpoint.
         weight: Format that plain weights are quantized to. None leaves them plain.
@@ -53,7 +53,7 @@ def _recipe_scheme(name: str, recipe: Recipe) -> Scheme:
 
 _FP8_WEIGHT = FP8Block(block=(128, 128))
 
-#: Schemes by name. ``register`` adds to them.
+#: Schemes by name. ``register`` of an engine's plug-in adds to them.
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
@@ -79,13 +79,16 @@ _RECIPES: Mapping[str, tuple[Recipe, Recipe]] = {
 }
 
 
-def load_format(scheme: Scheme, layout_name: str | None, has_inputs: bool) -> LoadedFormat:
+def load_format(
+    scheme: Scheme, layout_name: str | None, has_inputs: bool, option: str = "--quantization"
+) -> LoadedFormat:
     """Return the formats of experts that a checkpoint stores in a layout.
 
     Args:
         scheme: The scheme that the user chose.
         layout_name: Name of the layout in ``LAYOUTS``. None for plain weights.
         has_inputs: True if the checkpoint asks for quantized activations.
+        option: Option of the engine by which the user chose the scheme.
 
     Raises:
         ValueError: The scheme has weights of another kind than the checkpoint.
@@ -100,7 +103,7 @@ def load_format(scheme: Scheme, layout_name: str | None, has_inputs: bool) -> Lo
         names = [s.name for s in SCHEMES.values() if type(s.weight) is type(layout.fmt)]
         weight = "plain weights" if scheme.weight is None else f"weights in {scheme.weight}"
         raise ValueError(
-            f"--quantization {scheme.name} has {weight}, but the experts of this checkpoint are "
-            f"{layout.fmt}: use --quantization grouped, or one of {', '.join(names)}"
+            f"{option} {scheme.name} has {weight}, but the experts of this checkpoint are "
+            f"{layout.fmt}: use {option} grouped, or one of {', '.join(names)}"
         )
     return LoadedFormat(scheme.recipe, layout.fmt, layout)
