@@ -67,8 +67,13 @@ class GroupedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self._activation = find_activation(layer, prefix)
         self._token_counts = token_counts(config, self.moe)
         #: Plain weights are quantized layer by layer while vLLM loads them, so that the plain
-        #: weights of all layers are never in memory.
-        self.uses_meta_device = formats.layout is None and formats.weight is not None
+        #: weights of all layers are never in memory. The loader of gpt-oss, whose rows are
+        #: interleaved, does not tell when a layer is complete.
+        self.uses_meta_device = (
+            formats.layout is None
+            and formats.weight is not None
+            and not self._activation.interleaved
+        )
         self._sizes: tuple[weights.Sizes, weights.Sizes]
         #: Weights in the form of the kernels; their plain tensors are parameters of the layer.
         self._templates: tuple[GroupedTensor, GroupedTensor] | None = None
