@@ -417,28 +417,26 @@ def test_planned_token_counts(engine):
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("scheme", ["grouped_w4a16", "grouped_nvfp4_row_scaled"])
-def test_no_call_compiles(engine, scheme):
-    """Compare the kernels of calls with those that were planned before."""
+@pytest.mark.parametrize(
+    "scheme, layout_name", [("grouped_w4a16", None), ("grouped", "modelopt")], ids=str
+)
+def test_no_call_compiles(engine, scheme, layout_name):
+    """Load weights, then call with any number of tokens: all kernels are loaded already."""
     x, p, ids = inputs(tokens=8)
     layer = fake_vllm.RoutedExperts()
     with cute_kernels.backend("emulated:sm_90a"):
-        method = make_method(engine, layer, scheme)
-        fill_plain(layer, *plain_weights())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.method, "warm_up", lambda *_: None)
-            method.process_weights_after_loading(layer)
-        method.operands(layer)
-
-        def call(count):
-            return method.apply(layer, x[:count], p[:count], ids[:count])
-
-        notes = warmup.planned_kernels(method, call, method._token_counts)
+        method = make_method(engine, layer, scheme, layout_name)
+        if layout_name is None:
+            fill_plain(layer, *plain_weights())
+        else:
+            fill_quantized(layer, layout_name, *plain_weights())
         compilation.forget_kernels()
-        for count in (1, 5, 8):
-            assert call(count).isfinite().all()
-        launched = {spec for spec, _ in compilation._kernels}
-    assert launched and launched <= set(notes.specs)
+        method.process_weights_after_loading(layer)
+        loaded = set(compilation._kernels)
+        for count in range(1, 9):
+            y = method.apply(layer, x[:count], p[:count], ids[:count])
+            assert y.isfinite().all()
+        assert loaded and set(compilation._kernels) == loaded
 
 
 def test_buffers_survive_a_file():

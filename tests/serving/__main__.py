@@ -71,6 +71,7 @@ def cases() -> list[Case]:
         Case("compressed-tensors, calibrated", "grouped", "grouped_nvfp4_row_scaled"),
         Case("deepseek", "grouped", "grouped_fp8_block"),
         Case("deepseek", "grouped_w8a16", "grouped_bf16"),
+        Case("fp8-block", "grouped", "grouped_fp8_block"),
     ]
 
 
