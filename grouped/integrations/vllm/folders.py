@@ -82,6 +82,11 @@ def _find_fp8(config: Any, layer: Any, prefix: str) -> StoredExperts:
 
 def _find_gpt_oss(config: Any, layer: Any, prefix: str) -> StoredExperts:
     """Return the layout of gpt-oss, whose experts are all quantized."""
+    if layer.activation.value != "swigluoai":
+        raise ValueError(
+            f"{prefix} is in MXFP4, which --quantization grouped serves for gpt-oss only: omit "
+            "--quantization to use vLLM's own kernels"
+        )
     return StoredExperts("gpt-oss")
 
 
