@@ -201,6 +201,32 @@ def test_quantized_checkpoints(engine, layout_name):
     assert names == {weights.buffer_name(w, n) for w in ("w13", "w2") for n in want._names}
 
 
+def test_gpt_oss(engine):
+    """Compare MXFP4 experts with the exact NVFP4 that ``grouped.checkpoint`` makes of them."""
+    layout = LAYOUTS["gpt-oss"]
+    layer = fake_vllm.RoutedExperts(activation="swigluoai")
+    method = make_method(engine, layer, "grouped", "gpt-oss")
+    assert method.weight_dtype == "gpt_oss_mxfp4"
+    assert (layer.w13_weight_scale == 0xFF).all()  # NaN, until the loader fills it.
+    generator = torch.Generator().manual_seed(0)
+    wanted = []
+    for codes, scales in (
+        (layer.w13_weight, layer.w13_weight_scale),
+        (layer.w2_weight, layer.w2_weight_scale),
+    ):
+        codes.data.random_(256, generator=generator)
+        scales.data.random_(110, 124, generator=generator)
+        blocks = codes.data.unflatten(-1, (-1, 16)).clone()
+        tensors = layout.weight_tensors(blocks, scales.data.view(torch.float8_e8m0fnu).clone())
+        wanted.append(grouped.GroupedTensor.from_parts(layout.fmt, *tensors))
+    method.process_weights_after_loading(layer)
+    for weight, want in zip(method.operands(layer), wanted, strict=True):
+        assert torch.equal(weight.dequantize(), want.dequantize())
+    sizes = weights.Sizes("w2", EXPERTS, 64, 48, 1)
+    with pytest.raises(ValueError, match=contains_all("48 columns", "32", "advice")):
+        weights.check_sizes(sizes, layout.fmt, PREFIX, "advice", layout)
+
+
 def test_incomplete_checkpoints_are_refused(engine):
     """Refuse experts that the loader did not fill."""
     layer = fake_vllm.RoutedExperts()

@@ -5,6 +5,7 @@ of transformers' experts for the tokens that vLLM gave them. Log-probabilities i
 to those of vLLM with its own experts.
 """
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from grouped import checkpoint
 from grouped.integrations.vllm import SCHEMES
 from tests.serving import folders
 from tests.serving.__main__ import Recorder, difference, served
@@ -82,6 +85,52 @@ def write(name: str, folder: Path) -> Any:
     return cls
 
 
+def write_mxfp4(folder: Path) -> Any:
+    """Write gpt-oss with random MXFP4 experts, and return the model that transformers loads."""
+    cls = write("GptOss", folder)
+    path = folder / "model.safetensors"
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, t in load_file(path).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = t
+            continue
+        experts, columns, rows = t.shape  # Stored as (E, K, N) if they are plain.
+        blocks = (experts, rows, columns // 32)
+        codes = torch.randint(256, (*blocks, 16), generator=generator, dtype=torch.uint8)
+        exponents = torch.randint(118, 123, blocks, generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": codes, f"{name}_scales": exponents}
+    save_file(tensors, path)
+    config = json.loads((folder / "config.json").read_text())
+    model = cls(transformers.GptOssConfig(**config)).bfloat16().eval()
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [*plain, "lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    model.set_experts_implementation("grouped_bf16")
+    checkpoint.load(model, folder)
+    return model
+
+
+def check_mxfp4(scheme: str) -> bool:
+    """Compare gpt-oss in MXFP4 under a scheme with transformers, and print the result."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_mxfp4(Path(folder))
+        with Recorder() as recorder:
+            got = served(Path(folder), scheme)
+    error = difference(got, folders.logits(model))
+    different = recorder.count_different(model, _LARGEST["GptOss"])
+    is_right = bool(recorder.calls) and not different and error < 0.05
+    print(
+        f"{'right' if is_right else 'WRONG'}  {error:.4f} from transformers, {different} of "
+        f"{len(recorder.calls)} calls of experts with other results: GptOss MXFP4 / {scheme}",
+        flush=True,
+    )
+    return is_right
+
+
 def check(name: str, scheme: str) -> bool:
     """Compare a model under a scheme with transformers, and print the result."""
     with tempfile.TemporaryDirectory() as folder:
@@ -110,9 +159,12 @@ def main(names: list[str]) -> int:
     folders.integration.register()
     results = [
         check(name, scheme)
-        for name in names or ARCHITECTURES
+        for name in ARCHITECTURES
+        if not names or name in names
         for scheme in ("grouped_bf16", "grouped_w4a16")
     ]
+    if not names or "MXFP4" in names:
+        results.append(check_mxfp4("grouped"))
     return int(not all(results))
 
 

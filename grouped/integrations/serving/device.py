@@ -57,7 +57,7 @@ def check_device(
     if formats.weight is None:
         return
     for weight_sizes in sizes:
-        check_sizes(weight_sizes, formats.weight, prefix, choice.larger_parts)
+        check_sizes(weight_sizes, formats.weight, prefix, choice.larger_parts, formats.layout)
         shape = (weight_sizes.experts, weight_sizes.rows, weight_sizes.columns)
         weight: GroupedTensor = quantize(
             torch.empty(shape, dtype=dtype, device="meta"), formats.weight
