@@ -18,7 +18,7 @@ from ...functional.quantization import quantize
 from ...preparation import check_product, expert_layers, reorder
 from ...tensor.grouped_tensor import GroupedTensor
 from .config import METHOD, GroupedConfig
-from .experts import RECIPES, experts_of, guard_methods
+from .experts import EXTENSIONS, RECIPES, experts_of, guard_methods
 from .loading import IGNORED, Names, QuantizedReads, QuantizeJoined, Work, find_work
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -278,3 +278,6 @@ def register_quantizer() -> None:
         return merge(quantization_config, quantization_config_from_args)
 
     setattr(auto.AutoHfQuantizer, merge.__name__, classmethod(merge_or_replace))
+
+
+EXTENSIONS.append(register_quantizer)
