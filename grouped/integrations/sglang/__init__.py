@@ -1,6 +1,6 @@
 """Experts of SGLang on grouped kernels: a plug-in that SGLang loads by itself.
 
-    pip install grouped-kernels
+    pip install 'grouped-kernels[sglang]'
     sglang serve --model-path Qwen/Qwen3-30B-A3B --moe-runner-backend grouped_nvfp4_row_scaled
 
 The package's entry point ``sglang.srt.plugins`` calls ``load_plugin``. It adds the schemes of

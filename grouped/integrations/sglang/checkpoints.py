@@ -1,14 +1,16 @@
 """Checkpoints with quantized experts: what SGLang's quantization configurations say of a layer."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ...checkpoint.config import check_quantization_config
 from .symbols import (
     CompressedTensorsConfig,
     Fp8Config,
     ModelOptFp4Config,
-    ModelOptMixedPrecisionConfig,
     is_layer_skipped,
+    process_model_config,
 )
 
 
@@ -40,16 +42,6 @@ def _find_modelopt(config: Any, layer: Any, prefix: str) -> StoredExperts | None
     if not config.is_checkpoint_nvfp4_serialized or config.is_awq or config.group_size != 16:
         return None
     return StoredExperts("modelopt", not config.is_w4a16, not config.is_w4a16)
-
-
-def _find_mixed(config: Any, layer: Any, prefix: str) -> StoredExperts | None:
-    """Read a ``ModelOptMixedPrecisionConfig``, which has an algorithm for each layer."""
-    algorithm = None if config.is_layer_excluded(prefix) else config._resolve_quant_algo(prefix)
-    return {
-        None: PLAIN,
-        "NVFP4": StoredExperts("modelopt", True, True),
-        "W4A16_NVFP4": StoredExperts("modelopt", False, False),
-    }.get(algorithm)
 
 
 def _find_compressed(config: Any, layer: Any, prefix: str) -> StoredExperts | None:
@@ -93,7 +85,6 @@ def _find_fp8(config: Any, layer: Any, prefix: str) -> StoredExperts | None:
 #: Readers by class of SGLang's configuration. A subclass stores experts in another way.
 READERS: dict[type, Callable[[Any, Any, str], StoredExperts | None]] = {
     ModelOptFp4Config: _find_modelopt,
-    ModelOptMixedPrecisionConfig: _find_mixed,
     CompressedTensorsConfig: _find_compressed,
     Fp8Config: _find_fp8,
 }
@@ -121,4 +112,8 @@ def find_stored_experts(layer: Any, prefix: str, option: str, omit: str) -> Stor
             f"{option} serves {_SERVED}, but the experts of {prefix} are stored in another way, "
             f"which SGLang reads as {config.get_name()} by its {type(config).__name__}: {omit}"
         )
+    # Facts that SGLang's configurations do not have, such as rotations of activations.
+    stored_config = getattr(process_model_config().hf_config, "quantization_config", None)
+    if stored.layout_name is not None and isinstance(stored_config, Mapping):
+        check_quantization_config(copy.deepcopy(dict(stored_config)), option)
     return stored

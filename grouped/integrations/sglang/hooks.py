@@ -38,11 +38,11 @@ def choose_method(*args: Any, **named: Any) -> tuple[tuple[Any, ...], dict[str, 
     name = find_scheme_name()
     if name is None:
         return None
-    given = inspect.signature(_INIT).bind(*args, **named).arguments
-    if given.get("quant_method") is not None:
-        method = type(given["quant_method"]).__name__
+    arguments = inspect.signature(_INIT).bind(*args, **named).arguments
+    if arguments.get("quant_method") is not None:
+        method = type(arguments["quant_method"]).__name__
         raise ValueError(
-            f"--moe-runner-backend {name} cannot serve {given.get('prefix') or 'experts'}: the "
+            f"--moe-runner-backend {name} cannot serve {arguments.get('prefix') or 'experts'}: the "
             f"model runs them with its own {method}: omit --moe-runner-backend"
         )
     return args, named | {"quant_method": GroupedExpertsMethod(name)}

@@ -39,10 +39,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     f"{_LAYERS}.quantization.base_config": ("FusedMoEMethodBase",),
     f"{_LAYERS}.quantization.compressed_tensors.compressed_tensors": ("CompressedTensorsConfig",),
     f"{_LAYERS}.quantization.fp8": ("Fp8Config",),
-    f"{_LAYERS}.quantization.modelopt_quant": (
-        "ModelOptFp4Config",
-        "ModelOptMixedPrecisionConfig",
-    ),
+    f"{_LAYERS}.quantization.modelopt_quant": ("ModelOptFp4Config",),
     f"{_LAYERS}.quantization.utils": ("is_layer_skipped",),
 }
 

@@ -60,6 +60,7 @@ def warm_up(method: Any, layer: Any) -> None:
     sizes = layer.hidden_size, layer.top_k, layer.num_local_experts
 
     def call(count: int) -> Tensor:
+        """Call the experts with a number of tokens."""
         x, weights, ids = warmup.spread_tokens(count, *sizes, like)
         routing = StandardTopKOutput(weights, ids, None)
         tokens = StandardDispatchOutput(
