@@ -1,22 +1,11 @@
 """Activations of SGLang's experts."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from cute_kernels.formats.activations import Activation
 
-
-class ExpertsActivation(NamedTuple):
-    """An activation as ``grouped.moe`` takes it.
-
-    Attributes:
-        activation: The activation.
-        interleaved: True if the rows of gate and up projection alternate.
-    """
-
-    activation: Activation
-    interleaved: bool = False
-
+from ..serving.activations import ExpertsActivation
 
 #: By name and ``is_gated`` of SGLang's ``MoeRunnerConfig``. Its ``gelu`` is the exact one, which
 #: no kernel computes; ``gelu_tanh`` is the package's GELU.

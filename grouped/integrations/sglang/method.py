@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from ...preparation import prepacks
 from ...tensor.grouped_tensor import GroupedTensor
 from ..serving import weights
+from ..serving.activations import ExpertsActivation
 from ..serving.device import check_device
 from ..serving.schemes import LoadedFormat
-from .activations import ExpertsActivation, find_activation
+from .activations import find_activation
 from .checkpoints import find_stored_experts
 from .checks import check_options, load_stored_format, make_choice
 from .runner import GroupedQuantInfo, GroupedRunnerCore

@@ -2,8 +2,8 @@
 
 import logging
 
-from ...recipes import Recipe, check_recipe
-from ..serving.schemes import SCHEMES, Scheme
+from ...recipes import Recipe
+from ..serving.schemes import SCHEMES, add_schemes
 
 #: Names that are registered: SGLang's registries take a name once.
 _registered: set[str] = set()
@@ -29,18 +29,8 @@ def register(**more: Recipe) -> tuple[str, ...]:
     from . import hooks
     from .method import make_runner_core
     from .symbols import add_moe_runner_backend_choices, register_moe_runner_core
-    from .symbols import resolve_moe_runner_backend as resolve
 
-    for name, recipe in more.items():
-        check_recipe(recipe)
-        if name not in SCHEMES and is_backend(name, resolve):
-            raise ValueError(f"{name} is a runner backend of SGLang: choose another name")
-        if recipe.takes_scales:
-            raise ValueError(
-                f"{name}: {recipe} has scales that last from step to step, which a server does "
-                "not have: use FP8Current"
-            )
-        SCHEMES[name] = Scheme(name, recipe, recipe.weight)
+    add_schemes(more, _is_backend, "a runner backend of SGLang")
     for name in SCHEMES:
         if name not in _registered:
             register_moe_runner_core(name, make_runner_core)
@@ -50,11 +40,12 @@ def register(**more: Recipe) -> tuple[str, ...]:
     return tuple(SCHEMES)
 
 
-def is_backend(name: str, resolve: object) -> bool:
+def _is_backend(name: str) -> bool:
     """Return True if SGLang knows a runner backend."""
-    assert callable(resolve)
+    from .symbols import resolve_moe_runner_backend
+
     try:
-        resolve(name)
+        resolve_moe_runner_backend(name)
     except ValueError:
         return False
     return True

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...functional.moe import moe as grouped_moe
 from ...recipes import Recipe
-from .activations import ExpertsActivation
+from ..serving.activations import ExpertsActivation
 from .symbols import (
     DispatchMoeRunnerCore,
     MoeQuantInfo,
