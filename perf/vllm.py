@@ -3,8 +3,9 @@
     python -m perf.vllm stock grouped_nvfp4_row_scaled grouped_fp8_block --layers 12
 
 The model has dummy weights and the width of Qwen3-30B-A3B. Each contender runs in processes of its
-own: ``stock`` is vLLM in bf16, other names are values of ``--quantization``, such as
-``fp8_per_block`` of vLLM or a scheme of the plug-in. A process serves each case once before it
+own: ``stock`` is vLLM in bf16, ``modelopt_nvfp4`` its own kernels for a ModelOpt checkpoint, and
+other names are values of ``--quantization``, such as ``fp8_per_block`` of vLLM or a scheme of the
+plug-in. A process serves each case once before it
 measures, and reports the better of two runs. The table has medians over processes. ``--profile N``
 prints instead the kernels that take the most time while N sequences decode.
 """
@@ -52,6 +53,17 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
+#: Contenders that are checkpoints of vLLM's own methods: the configuration of their quantization.
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "modelopt_nvfp4": {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": ["lm_head", "*self_attn*", "*mlp.gate"],
+        "ignore": ["lm_head", "*self_attn*", "*mlp.gate"],
+    },
+}
 #: Begins the line with the result of a process.
 _RESULT = "RESULT "
 
@@ -89,7 +101,7 @@ CASES = (
 )
 
 
-def write_config(folder: Path, model: str, layers: int) -> None:
+def write_config(folder: Path, model: str, layers: int, contender: str) -> None:
     """Write the configuration of a model that is cut to some layers."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -114,6 +126,8 @@ def write_config(folder: Path, model: str, layers: int) -> None:
         "eos_token_id": 2,
         **MODELS[model],
     }
+    if contender in CHECKPOINTS:
+        config["quantization_config"] = CHECKPOINTS[contender]
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -125,10 +139,10 @@ def start(contender: str, options: argparse.Namespace, folder: Path) -> Any:
     register()
     from vllm import LLM
 
-    write_config(folder, options.model, options.layers)
+    write_config(folder, options.model, options.layers, contender)
     return LLM(
         model=str(folder),
-        quantization=None if contender == "stock" else contender,
+        quantization=None if contender in {"stock", *CHECKPOINTS} else contender,
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -239,7 +253,9 @@ def print_table(results: dict[str, list[dict[str, Any]]], cases: Sequence[Case])
 def main() -> int:
     """Run the command line, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m perf.vllm", description=__doc__)
-    parser.add_argument("contenders", nargs="+", help="stock, or values of --quantization")
+    parser.add_argument(
+        "contenders", nargs="+", help="stock, modelopt_nvfp4, or values of --quantization"
+    )
     parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--processes", type=int, default=1, help="processes of each contender")

@@ -36,7 +36,7 @@ def dequantize(
 
 def _dequantize_rows(codec: Codec, groups: Groups, copy: Mapping[str, Tensor], out: Tensor) -> None:
     """Decode a rowwise copy, row by row."""
-    scale, level, cols = codec.fmt.scale, codec.fmt.global_scale, out.shape[1]
+    scale, global_scale, cols = codec.fmt.scale, codec.fmt.global_scale, out.shape[1]
     vec = cols if scale is None else scale.vec_size
     row, slot = groups.slot_of_row()
     group = groups.group_of_row()
@@ -45,9 +45,9 @@ def _dequantize_rows(codec: Codec, groups: Groups, copy: Mapping[str, Tensor], o
         stored = vector = None
         if scale is not None:
             stored = linear_row_scales(codec.fmt, copy["scales"], slot[rows], cols)
-        if level is not None:
-            index = source if level.per == "row" else group[source]
-            vector = copy[level.buffers[0]][index, None]
+        if global_scale is not None:
+            index = source if global_scale.per == "row" else group[source]
+            vector = copy[global_scale.buffers[0]][index, None]
         values = decode(codec.fmt.element, copy["codes"][source])
         out[source] = scaled(values, codec.decode_factor(stored, vector), vec).to(out.dtype)
 
@@ -57,7 +57,7 @@ def _dequantize_tiles(
 ) -> None:
     """Decode a columnwise copy, tile by tile."""
     fmt, scale, cols = codec.fmt, codec.fmt.scale, out.shape[1]
-    level = fmt.columnwise_global_scale
+    global_scale = fmt.columnwise_global_scale
     vec = TILE_ROWS if scale is None else scale.vec_size
     codes = code_tiles(fmt, copy["codes"])
     for tile, group, row in tile_parts(groups, cols):
@@ -67,8 +67,8 @@ def _dequantize_tiles(
             stored = linear_scales(
                 fmt, tile_view(fmt, copy["scales"], columnwise=True)[index], True, cols
             )
-        if level is not None:
-            vector = copy[level.buffers[0]][group][:, None, None]
+        if global_scale is not None:
+            vector = copy[global_scale.buffers[0]][group][:, None, None]
         columns = decode(fmt.element, codes[index])
         if fmt.columnwise == "untransposed":
             columns = columns.mT

@@ -66,14 +66,14 @@ def quantize(
     per_group = _group_amaxes(elements, groups, fmt, per_row, inputs.amax, bool(columnwise))
     for is_columnwise, copy in ((False, rowwise), (True, columnwise)):
         if copy:
-            _store_level(
+            _store_global_scale(
                 codec, groups, copy, per_row, per_group[is_columnwise], inputs.scale, is_columnwise
             )
     # Amaxes or given scales, from which block scales follow.
     basis = per_group if inputs.scale is None else (inputs.scale, inputs.scale)
     if rowwise and not fmt.is_2d:
-        level = fmt.global_scale
-        if level is not None and level.per == "row":
+        global_scale = fmt.global_scale
+        if global_scale is not None and global_scale.per == "row":
             g = per_row
         else:
             g = basis[0][groups.group_of_row().clamp_max_(max(0, len(groups) - 1))]
@@ -129,7 +129,7 @@ def _named(fmt: Format, out: Mapping[str, Tensor], columnwise: bool) -> dict[str
     )
 
 
-def _store_level(
+def _store_global_scale(
     codec: Codec,
     groups: Groups,
     copy: Mapping[str, Tensor],
@@ -139,17 +139,17 @@ def _store_level(
     columnwise: bool,
 ) -> None:
     """Write the vectors of the global scale."""
-    level = codec.fmt.global_scale_for(columnwise)
-    if level is None:
+    global_scale = codec.fmt.global_scale_for(columnwise)
+    if global_scale is None:
         return
-    if level.per == "group":
+    if global_scale.per == "group":
         for name, vector in zip(
-            level.buffers, codec.global_scale_vectors(per_group, scale), strict=True
+            global_scale.buffers, codec.global_scale_vectors(per_group, scale), strict=True
         ):
             copy[name].copy_(vector)
         return
     live = groups.group_of_row() < len(groups)
-    for name, vector in zip(level.buffers, codec.global_scale_vectors(per_row), strict=True):
+    for name, vector in zip(global_scale.buffers, codec.global_scale_vectors(per_row), strict=True):
         copy[name][live] = vector[live]
 
 

@@ -48,10 +48,9 @@ bool Machine::within(const std::map<u64, u64>& ranges, u64 address, u64 bytes) {
     return true;
 }
 
-void Machine::check_range(u64 address, u64 bytes, const char* what) {
-    access = {address, bytes, what};
-    if (address < 65536) fail("%s through a null or tiny pointer %#llx", what, address);
-    if (ranges.empty() || (address >= last_low_ && address + bytes <= last_high_)) return;
+void Machine::check_watched(u64 address, u64 bytes, const char* what) {
+    if (address < FIRST_ADDRESS) fail("%s through a null or tiny pointer %#llx", what, address);
+    if (address >= last_low_ && address + bytes <= last_high_) return;
     if (within(ranges, address, bytes) || within(module_ranges, address, bytes)) return;
     if (params && address >= (u64)params && address + bytes <= (u64)params + program->param_bytes)
         return;

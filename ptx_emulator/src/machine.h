@@ -210,11 +210,17 @@ struct Machine {
     std::string report();
     // Lets an asynchronous operation happen later.  Operations that share a chain happen in order.
     void post(Deferred run, u64* chain = nullptr);
-    void check_range(u64 address, u64 bytes, const char* what);
+    // Fails unless a kernel may access the global memory; notes the access.
+    void check_range(u64 address, u64 bytes, const char* what) {
+        access = {address, bytes, what};
+        if (address < FIRST_ADDRESS || !ranges.empty()) check_watched(address, bytes, what);
+    }
 
   private:
+    static constexpr u64 FIRST_ADDRESS = 65536;
     u64 last_low_ = 1, last_high_ = 0;
     bool within(const std::map<u64, u64>& ranges, u64 address, u64 bytes);
+    void check_watched(u64 address, u64 bytes, const char* what);
     void retire_clusters();
     void check_progress();
     std::unique_ptr<Cluster> make_cluster(u64 index);

@@ -320,6 +320,27 @@ def test_plain_folders_equal_prepare(name, config, fmt, tmp_path):
         assert got.generate(ids_of(), max_new_tokens=2, do_sample=False).shape == (2, 11)
 
 
+def test_experts_under_other_names_equal_prepare(tmp_path):
+    """Check a model whose files have other names of the experts, which transformers joins."""
+    config = transformers.GraniteMoeConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_local_experts=EXPERTS,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=64,
+    )
+    AUTO.from_config(config, dtype=BF16).save_pretrained(tmp_path)
+    assert not any(
+        "gate_up_proj" in n for n in safetensors.load_file(tmp_path / "model.safetensors")
+    )
+    got = from_pretrained(tmp_path, GroupedConfig("nvfp4_row_scaled"))
+    want = AUTO.from_pretrained(tmp_path, experts_implementation="grouped_nvfp4_row_scaled")
+    assert integration.prepare(want) == 2
+    assert_same_model(got, want)
+
+
 class LargestTensor(TorchDispatchMode):
     """Mode that records the largest number of elements of a plain floating tensor."""
 

@@ -201,6 +201,32 @@ def test_quantized_checkpoints(engine, layout_name):
     assert names == {weights.buffer_name(w, n) for w in ("w13", "w2") for n in want._names}
 
 
+def test_gpt_oss(engine):
+    """Compare MXFP4 experts with the exact NVFP4 that ``grouped.checkpoint`` makes of them."""
+    layout = LAYOUTS["gpt-oss"]
+    layer = fake_vllm.RoutedExperts(activation="swigluoai")
+    method = make_method(engine, layer, "grouped", "gpt-oss")
+    assert method.weight_dtype == "gpt_oss_mxfp4"
+    assert (layer.w13_weight_scale == 0xFF).all()  # NaN, until the loader fills it.
+    generator = torch.Generator().manual_seed(0)
+    wanted = []
+    for codes, scales in (
+        (layer.w13_weight, layer.w13_weight_scale),
+        (layer.w2_weight, layer.w2_weight_scale),
+    ):
+        codes.data.random_(256, generator=generator)
+        scales.data.random_(110, 124, generator=generator)
+        blocks = codes.data.unflatten(-1, (-1, 16)).clone()
+        tensors = layout.weight_tensors(blocks, scales.data.view(torch.float8_e8m0fnu).clone())
+        wanted.append(grouped.GroupedTensor.from_parts(layout.fmt, *tensors))
+    method.process_weights_after_loading(layer)
+    for weight, want in zip(method.operands(layer), wanted, strict=True):
+        assert torch.equal(weight.dequantize(), want.dequantize())
+    sizes = weights.Sizes("w2", EXPERTS, 64, 48, 1)
+    with pytest.raises(ValueError, match=contains_all("48 columns", "32", "advice")):
+        weights.check_sizes(sizes, layout.fmt, PREFIX, "advice", layout)
+
+
 def test_incomplete_checkpoints_are_refused(engine):
     """Refuse experts that the loader did not fill."""
     layer = fake_vllm.RoutedExperts()
@@ -417,28 +443,26 @@ def test_planned_token_counts(engine):
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("scheme", ["grouped_w4a16", "grouped_nvfp4_row_scaled"])
-def test_no_call_compiles(engine, scheme):
-    """Compare the kernels of calls with those that were planned before."""
+@pytest.mark.parametrize(
+    "scheme, layout_name", [("grouped_w4a16", None), ("grouped", "modelopt")], ids=str
+)
+def test_no_call_compiles(engine, scheme, layout_name):
+    """Load weights, then call with any number of tokens: all kernels are loaded already."""
     x, p, ids = inputs(tokens=8)
     layer = fake_vllm.RoutedExperts()
     with cute_kernels.backend("emulated:sm_90a"):
-        method = make_method(engine, layer, scheme)
-        fill_plain(layer, *plain_weights())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.method, "warm_up", lambda *_: None)
-            method.process_weights_after_loading(layer)
-        method.operands(layer)
-
-        def call(count):
-            return method.apply(layer, x[:count], p[:count], ids[:count])
-
-        notes = warmup.planned_kernels(method, call, method._token_counts)
+        method = make_method(engine, layer, scheme, layout_name)
+        if layout_name is None:
+            fill_plain(layer, *plain_weights())
+        else:
+            fill_quantized(layer, layout_name, *plain_weights())
         compilation.forget_kernels()
-        for count in (1, 5, 8):
-            assert call(count).isfinite().all()
-        launched = {spec for spec, _ in compilation._kernels}
-    assert launched and launched <= set(notes.specs)
+        method.process_weights_after_loading(layer)
+        loaded = set(compilation._kernels)
+        for count in range(1, 9):
+            y = method.apply(layer, x[:count], p[:count], ids[:count])
+            assert y.isfinite().all()
+        assert loaded and set(compilation._kernels) == loaded
 
 
 def test_buffers_survive_a_file():

@@ -7,7 +7,7 @@ import torch
 
 from cute_kernels import backend
 from cute_kernels.formats import parse
-from cute_kernels.formats.activations import parse_activation
+from cute_kernels.formats.activations import ACTIVATIONS, Activation, is_gated, parse_activation
 from cute_kernels.kernels.quantize.choose import choose_row_config, choose_tile_config
 from cute_kernels.kernels.quantize.config import Prologue, QuantizeProblem
 from cute_kernels.reference.activations import activate, activate_gradient
@@ -30,7 +30,9 @@ from .activation_kernel import ActivationConfig  # isort: skip
 
 
 CLAMPED = "clamped_swiglu:alpha=1.5,limit=2.0"
-CURVES = ("geglu", "swiglu", "qgeglu", "reglu", "sreglu", CLAMPED)
+#: An activation of each curve by the name of the curve, gated if there is one.
+OF_CURVE = {Activation(name).curve: name for name in sorted(ACTIVATIONS, key=is_gated)}
+OF_CURVE |= {"clamped_silu": CLAMPED}
 #: (rows of the buffer, K, end rows, contents). Halves have 136 or 144 columns.
 RAGGED = {
     "odd rows, odd K": (300, 288, offs_tensor(7, 136, 137, 300), random_input),
@@ -85,7 +87,7 @@ def numbers_near_all_steps():
 @pytest.mark.parametrize(
     ("arch", "uses_table", "act"),
     [
-        *itertools.product(ARCHITECTURES, [False], [*CURVES, "gelu"]),
+        *itertools.product(ARCHITECTURES, [False], [*OF_CURVE.values(), "gelu"]),
         *itertools.product(["sm_90a"], [True], ["geglu", "swiglu", "qgeglu", CLAMPED, "gelu"]),
     ],
 )

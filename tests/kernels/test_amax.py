@@ -26,7 +26,7 @@ def check(config, problem, num_sms=2):
     groups = problem.groups
     row_amax = torch.full((len(problem.matrix),), -7.0) if config.per_row else None
     group_amax = torch.full((len(groups),), -7.0) if config.per_group else None
-    compiled(config)(*problem.inputs[::2], row_amax, group_amax, num_sms)
+    compiled(config)(problem.x, problem.offs, row_amax, group_amax, num_sms)
     if group_amax is not None:
         want = torch.empty(len(groups))
         grouped_amax(problem.matrix, groups, want)

@@ -1,10 +1,12 @@
 """Checkpoints of a small Qwen3-MoE, and logits of transformers for them."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -57,7 +59,31 @@ def write(root: Path, layouts: tuple[str, ...]) -> dict[str, Path]:
                 name = f"{layout}, calibrated"
                 folders[name] = root / name
                 convert(folders["plain"], folders[name], layout=layout, calibrate=ids)
+    if "deepseek" in folders:
+        folders["fp8-block"] = root / "fp8-block"
+        write_fp8_block(folders["deepseek"], folders["fp8-block"])
     return folders
+
+
+def write_fp8_block(source: Path, target: Path) -> None:
+    """Write a DeepSeek checkpoint as the scheme ``FP8_BLOCK`` of compressed-tensors."""
+    tensors = load_file(source / "model.safetensors")
+    names = {name: name.replace(".weight_scale_inv", ".weight_scale") for name in tensors}
+    target.mkdir()
+    save_file({names[name]: t for name, t in tensors.items()}, target / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    blocks = {**numbers, "strategy": "block", "block_structure": [128, 128], "dynamic": False}
+    inputs = {**numbers, "strategy": "group", "group_size": 128, "dynamic": True}
+    group = {"targets": ["Linear"], "weights": blocks, "input_activations": inputs}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": config["quantization_config"]["modules_to_not_convert"],
+    }
+    (target / "config.json").write_text(json.dumps(config))
 
 
 def load(folder: Path, implementation: str, weight: Format | None) -> Any:

@@ -30,6 +30,7 @@ CASES = (
     ("compressed-tensors", "grouped", "grouped_bf16"),
     ("compressed-tensors, calibrated", "grouped", "grouped_nvfp4_row_scaled"),
     ("deepseek", "grouped", "grouped_fp8_block"),
+    ("fp8-block", "grouped", "grouped_fp8_block"),
 )
 _SHARDS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 

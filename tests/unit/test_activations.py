@@ -6,6 +6,7 @@ import grouped
 from cute_kernels.formats.activations import ACTIVATIONS, Activation, is_gated, parse_activation
 from tests.helpers import assert_value_semantics, contains_all
 
+#: Written out, so that a wrong flag in the table of the package shows.
 GATED = {"geglu", "swiglu", "reglu", "qgeglu", "sreglu", "clamped_swiglu"}
 
 

@@ -33,7 +33,7 @@ from cute_kernels.formats.activations import (
 )
 from cute_kernels.kernels.gemm import choose
 from cute_kernels.kernels.gemm.common.operand_kinds import OPERANDS
-from cute_kernels.kernels.gemm.variants import CONFIGS
+from cute_kernels.kernels.gemm.variants import CONFIG_CLASSES
 from cute_kernels.kernels.moe.config import RouterConfig
 from cute_kernels.kernels.moe.router import RouterKernel
 from cute_kernels.ops.gemm import launcher
@@ -198,7 +198,12 @@ def test_literals_of_records_are_checked():
 
 def test_every_architecture_has_its_gemm_functions():
     """A port that misses one of these tables fails here, and not by a silent default."""
-    assert set(launcher._OPERANDS) == set(choose._SPLIT_LAUNCHES) == set(CONFIGS) == set(ARCHS)
+    assert (
+        set(launcher._OPERAND_FUNCTIONS)
+        == set(choose._SPLIT_LAUNCHES)
+        == set(CONFIG_CLASSES)
+        == set(ARCHS)
+    )
     assert all(hasattr(module, "prefers_activation") for module in choose._PREFERENCES.values())
 
 

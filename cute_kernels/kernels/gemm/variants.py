@@ -1,7 +1,10 @@
-"""The grouped GEMM kernels that training and inference with a recipe use.
+"""The class of configurations of each architecture, and the kernels to compile ahead of time.
 
-They are compiled ahead of time. Options multiply to thousands of variants (bias, factors and output
-of any dtype). The others are compiled when they are first used.
+``CONFIG_CLASSES`` is where ops get their configurations from (``ops/gemm/launcher.py``).
+
+``kernel_specs`` lists the kernels that training and inference with a recipe use. Options multiply
+to thousands of variants (bias, factors and output of any dtype). The others are compiled when they
+are first used.
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ _FP8_WGRAD: tuple[tuple[str, str, dict[str, bool]], ...] = (
     ("fp8_block", "fp8_block", {"pow2_scales": True}),
 )
 
-#: The configurations of each architecture's kernel.
-CONFIGS: dict[str, type[GemmConfig]] = {"sm_90a": Sm90GemmConfig, "sm_100a": Sm100GemmConfig}
+#: The class of the configurations of each architecture's kernel.
+CONFIG_CLASSES: dict[str, type[GemmConfig]] = {"sm_90a": Sm90GemmConfig, "sm_100a": Sm100GemmConfig}
 
 
 def kernel_specs(arch: str) -> Iterator[GemmSpec]:
@@ -59,7 +62,7 @@ def kernel_specs(arch: str) -> Iterator[GemmSpec]:
         if not support("grouped_gemm", kind.fmt, arch) or is_rare:
             continue
         dtype = "bfloat16" if kind.fmt else operand
-        cls = CONFIGS[arch]
+        cls = CONFIG_CLASSES[arch]
         yield from _m_grouped(cls, kind, dtype)
         yield from _k_grouped(cls, kind, dtype)
         if multiplies_codes and kind.bits < 8:
@@ -116,7 +119,7 @@ def _fp8(arch: str) -> Iterator[GemmConfig]:
 
     Other products are compiled when they are first used, since each has as many tiles.
     """
-    cls = CONFIGS[arch]
+    cls = CONFIG_CLASSES[arch]
     known = {field.name for field in dataclasses.fields(cls)}
     groupings: tuple[tuple[GemmGrouping, Any], ...] = (
         ("m_grouped", _FP8_FPROP_DGRAD),

@@ -43,14 +43,14 @@ def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
     kernel = launch.kernel(
         choose_dequantize_config(fmt, dtype_name(op.dtype), grouping, op.columnwise)
     )
-    has_scales, has_level = fmt.scale is not None, fmt.global_scale is not None
+    has_scales, has_global_scale = fmt.scale is not None, fmt.global_scale is not None
 
     def run(op: GroupedDequantize, outputs: Sequence[Tensor], fresh: bool = False) -> None:
         """Launch the kernel."""
         codes = readable(op.codes) if op.columnwise else _readable_rows(op.codes)
         scales = readable(op.scales[0]) if has_scales else None
-        level = flat_amax(dense(op.scales[-1])) if has_level else None
-        kernel(codes, scales, level, dense(op.offs), outputs[0], int(fresh), launch.num_sms)
+        amax = flat_amax(dense(op.scales[-1])) if has_global_scale else None
+        kernel(codes, scales, amax, dense(op.offs), outputs[0], int(fresh), launch.num_sms)
 
     return run
 

@@ -115,8 +115,8 @@ def reference_operand(
 
 def _check_row_scales(fmt: Format | None) -> None:
     """Raise ValueError unless rows of this format have scales of their own, or none."""
-    level = None if fmt is None else fmt.global_scale_for(columnwise=False)
-    if fmt is not None and (fmt.is_2d or level is not None and level.per != "row"):
+    global_scale = None if fmt is None else fmt.global_scale_for(columnwise=False)
+    if fmt is not None and (fmt.is_2d or global_scale is not None and global_scale.per != "row"):
         raise ValueError(
             f"rows needs an a_format whose scales belong to single rows, got {fmt.text!r}"
         )
@@ -271,8 +271,8 @@ class MGrouped(GroupedGemm):
     @property
     def row_scaled(self) -> bool:
         """True if A has one global scale per row."""
-        level = None if self.a_record is None else self.a_record.global_scale
-        return level is not None and level.per == "row"
+        global_scale = None if self.a_record is None else self.a_record.global_scale
+        return global_scale is not None and global_scale.per == "row"
 
     @property
     def is_b_mn_major(self) -> bool:
@@ -341,8 +341,8 @@ class MGrouped(GroupedGemm):
             check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=plain)
         else:
             check_multiple("K", depth, b.k_multiple, f"the columns of a, beside {b.text}")
-            level = b.global_scale_for(columnwise=self.transpose_b)
-            if level is not None and level.per == "row":
+            global_scale = b.global_scale_for(columnwise=self.transpose_b)
+            if global_scale is not None and global_scale.per == "row":
                 raise ValueError(
                     f"b_format must have one global scale per group, got {self.b_format!r}"
                 )

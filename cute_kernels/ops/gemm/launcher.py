@@ -20,7 +20,7 @@ from ...kernels.gemm.choose import (
 )
 from ...kernels.gemm.common.config import GemmConfig
 from ...kernels.gemm.common.problem import GemmProblem, TileShape
-from ...kernels.gemm.variants import CONFIGS
+from ...kernels.gemm.variants import CONFIG_CLASSES
 from ...layout.shapes import PITCH_ALIGNMENT
 from ...records import UnsupportedError
 from ...runtime.allocator import Allocator
@@ -52,8 +52,8 @@ class _Operands(NamedTuple):
     prepare: Callable[[GroupedGemm, Any, Launcher], Prepare | None]
 
 
-#: By architecture, as ``kernels.gemm.variants.CONFIGS``.
-_OPERANDS = {
+#: By architecture, as ``kernels.gemm.variants.CONFIG_CLASSES``.
+_OPERAND_FUNCTIONS = {
     "sm_90a": _Operands(sm90_operand_fields, sm90_preparation),
     "sm_100a": _Operands(sm100_operand_fields, sm100_preparation),
 }
@@ -93,7 +93,7 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
 
 def _m_grouped_problem(op: MGrouped, arch: str) -> tuple[GemmConfig, GemmProblem]:
     """Return the configuration of an ``m_grouped`` product, with any tile, and its sizes."""
-    cls, fields = CONFIGS[arch], _OPERANDS[arch].fields(op)
+    cls, fields = CONFIG_CLASSES[arch], _OPERAND_FUNCTIONS[arch].fields(op)
     # An activation, its form, and the format of the result; none for a plain product.
     names = ("activation", "interleaved", "stores_preactivation", "quantizes_to")
     epilogue = dict(zip(names, op.epilogue_fields, strict=False))
@@ -182,14 +182,14 @@ def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
         return _zero
     if gathers_first(op, "b", launch.arch):
         return multiply_gathered(op, "b", launch, k_grouped)
-    cls = CONFIGS[launch.arch]
+    cls = CONFIG_CLASSES[launch.arch]
     base = cls(
         grouping="k_grouped",
         tile=cls.any_tile("k_grouped"),
         out_dtype=dtype_name(spec.dtype),
         has_alpha=op.alpha is not None,
         gathered=op.index is not None,
-        **_OPERANDS[launch.arch].fields(op),
+        **_OPERAND_FUNCTIONS[launch.arch].fields(op),
     )
     problem = GemmProblem(
         operand=base.operand,
@@ -242,7 +242,7 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
         problem: Sizes of the product.
         launch: Launcher of kernels.
     """
-    prepare = _OPERANDS[config.arch].prepare(op, config, launch)
+    prepare = _OPERAND_FUNCTIONS[config.arch].prepare(op, config, launch)
     # Strides are the same in every call; addresses are not.
     read = op.reader()
     is_addressable = all(map(_is_addressable, read(op)))

@@ -111,8 +111,8 @@ class AdamWQuantize(FormatOp):
                 raise ValueError(
                     f"{name} must be at least 0 and below {bound}, got {getattr(self, name)}"
                 )
-        level = self.record.global_scale
-        if level is not None and level.per == "row":
+        global_scale = self.record.global_scale
+        if global_scale is not None and global_scale.per == "row":
             raise ValueError(f"weights need a global scale per group, got {self.format}")
         quantization.check()
         check_outputs(quantization, quantization.outputs(), self.out)

@@ -75,9 +75,9 @@ def no_elements(op: GroupedQuantize) -> Runner:
         out = dict(zip(names, outputs, strict=True))
         amax = op.x.new_zeros(count, dtype=torch.float32) if op.amax is None else op.amax.abs()
         for columnwise in directions:
-            level = fmt.global_scale_for(columnwise)
-            if level is not None and level.per == "group":
-                vectors = fmt.buffer_names(columnwise)[-len(level.buffers) :]
+            global_scale = fmt.global_scale_for(columnwise)
+            if global_scale is not None and global_scale.per == "group":
+                vectors = fmt.buffer_names(columnwise)[-len(global_scale.buffers) :]
                 # One amax for both directions, or one per direction.
                 vectors_of = codec.global_scale_vectors(
                     amax.expand(2, -1)[int(columnwise)], op.scale

@@ -161,8 +161,11 @@ class GroupedQuantize(FormatOp):
         directions = [
             direction for direction, on in ((False, self.rowwise), (True, self.columnwise)) if on
         ]
-        levels = [self.record.global_scale_for(columnwise) for columnwise in directions]
-        if not any(level is not None and level.per == "group" for level in levels):
+        global_scales = [self.record.global_scale_for(columnwise) for columnwise in directions]
+        if not any(
+            global_scale is not None and global_scale.per == "group"
+            for global_scale in global_scales
+        ):
             raise ValueError(
                 f"amax is the global scale of groups, which {self.format} does not use "
                 "in the requested directions"

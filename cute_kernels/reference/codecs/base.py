@@ -72,18 +72,18 @@ class Codec(abc.ABC):
     def scale_values(self, stored: Tensor) -> Tensor:
         """Return exact fp32 values of stored block scales."""
 
-    def decode_factor(self, stored: Tensor | None, level: Tensor | None) -> Tensor:
+    def decode_factor(self, stored: Tensor | None, vector: Tensor | None) -> Tensor:
         """Return the factors that decode codes.
 
-        ``stored`` has the stored block scales, and ``level`` the first vector of the global scale,
+        ``stored`` has the stored block scales, and ``vector`` the first vector of the global scale,
         broadcast; None if the format has none.
         """
         factor = None if stored is None else self.scale_values(stored)
-        if level is None:
+        if vector is None:
             assert factor is not None
             return factor
         global_scale = self.fmt.global_scale
         assert global_scale is not None
         if factor is not None:
-            level = factor * level
-        return level if global_scale.factor == 1.0 else level * f32(global_scale.factor)
+            vector = factor * vector
+        return vector if global_scale.factor == 1.0 else vector * f32(global_scale.factor)

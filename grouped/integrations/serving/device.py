@@ -50,13 +50,14 @@ def check_device(
         ValueError: The sizes do not fit the formats, or a recipe does not multiply the weights.
         cute_kernels.UnsupportedError: The device has no kernel.
     """
-    backend = active_backend(device)
-    if device.type == "cuda" and backend.name == "cuda" and backend.arch == "reference":
-        raise UnsupportedError(f"{choice.option} needs a GPU of Hopper or Blackwell: {choice.omit}")
+    try:
+        active_backend(device)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{choice.option}: {error}: {choice.omit}") from None
     if formats.weight is None:
         return
     for weight_sizes in sizes:
-        check_sizes(weight_sizes, formats.weight, prefix, choice.larger_parts)
+        check_sizes(weight_sizes, formats.weight, prefix, choice.larger_parts, formats.layout)
         shape = (weight_sizes.experts, weight_sizes.rows, weight_sizes.columns)
         weight: GroupedTensor = quantize(
             torch.empty(shape, dtype=dtype, device="meta"), formats.weight

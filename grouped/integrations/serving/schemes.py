@@ -76,6 +76,7 @@ _RECIPES: Mapping[str, tuple[Recipe, Recipe]] = {
     "compressed-tensors": (recipes.NVFP4RowScaled(), recipes.BF16()),
     "deepseek": (recipes.FP8Block(), recipes.FP8Block()),
     "fp8-block": (recipes.FP8Block(), recipes.BF16()),
+    "gpt-oss": (recipes.BF16(), recipes.BF16()),
 }
 
 

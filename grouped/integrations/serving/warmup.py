@@ -7,6 +7,7 @@ processes, and then runs a few calls.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from logging import Logger
@@ -74,7 +75,7 @@ def warm_up(
         return
     started = time.perf_counter()
     notes = planned_kernels(method, call, counts)
-    result = precompile(notes.specs, arch=notes.architecture, progress=False)
+    result = precompile(notes.specs, arch=notes.architecture, jobs=_num_jobs(), progress=False)
     with torch.inference_mode():
         for count in counts.run():
             call(count)
@@ -88,6 +89,12 @@ def warm_up(
         result.compiled,
         time.perf_counter() - started,
     )
+
+
+def _num_jobs() -> int:
+    """Return this rank's share of the CPUs: the ranks of a host compile at the same time."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return max(1, (os.cpu_count() or 1) // ranks)
 
 
 def planned_kernels(method: Any, call: Callable[[int], Tensor], counts: TokenCounts) -> KernelNotes:

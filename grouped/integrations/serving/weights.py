@@ -20,8 +20,12 @@ from ...tensor.grouped_tensor import GroupedTensor
 
 #: Kinds of parameters, by which the loaders of engines cut the tensors of a checkpoint.
 WEIGHT, BLOCK, TENSOR = "weight", "block", "tensor"
-#: NaN in E4M3.
-_NAN_BYTE = 0x7F
+#: NaN in E4M3, and in E8M0.
+_NAN_BYTE, _NAN_EXPONENT = 0x7F, 0xFF
+#: Names of vLLM's parameters for suffixes of layouts that have no dot.
+_NAMES = {"_blocks": "_weight", "_scales": "_weight_scale"}
+#: A number of columns that blocks of all sizes divide.
+_MANY = 1 << 12
 
 
 class Sizes(NamedTuple):
@@ -75,16 +79,19 @@ def parameter_specs(
         return
     fmt = layout.fmt
     assert fmt.scale is not None
-    codes, scales, *global_scales = (
-        name + suffix.replace(".", "_", 1) for suffix in layout.suffixes
-    )
+    codes, scales, *global_scales = parameter_names(name, layout)
     yield ParameterSpec(
         codes, (experts, rows, fmt.element.width(columns)), fmt.element.dtype, WEIGHT
     )
-    block = fmt.scale.vec_size
-    num_rows = ceil_div(rows, block) if fmt.has_squares else rows
-    shape = (experts, num_rows, ceil_div(columns, block))
-    yield ParameterSpec(scales, shape, fmt.scale.element.dtype, BLOCK)
+    if layout.shapes is not None:
+        # Exponents, as bytes: a copy from bytes would convert their values.
+        shape = (experts, *layout.shapes(rows, columns)[1])
+        yield ParameterSpec(scales, shape, torch.uint8, BLOCK)
+    else:
+        block = fmt.scale.vec_size
+        num_rows = ceil_div(rows, block) if fmt.has_squares else rows
+        shape = (experts, num_rows, ceil_div(columns, block))
+        yield ParameterSpec(scales, shape, fmt.scale.element.dtype, BLOCK)
     count = (experts, projections) if projections > 1 else (experts,)
     for global_scale in global_scales:
         yield ParameterSpec(global_scale, count, torch.float32, TENSOR)
@@ -95,7 +102,14 @@ def parameter_specs(
         yield ParameterSpec(input_scale, (experts,) if is_single else count, torch.float32, TENSOR)
 
 
-def check_sizes(sizes: Sizes, fmt: Format, prefix: str, advice: str) -> None:
+def parameter_names(name: str, layout: Layout) -> list[str]:
+    """Return the names of a weight's parameters, in the order of the layout's suffixes."""
+    return [name + _NAMES.get(suffix, suffix.replace(".", "_", 1)) for suffix in layout.suffixes]
+
+
+def check_sizes(
+    sizes: Sizes, fmt: Format, prefix: str, advice: str, layout: Layout | None = None
+) -> None:
     """Raise ValueError if this rank's part of a weight has no whole blocks of the format.
 
     Args:
@@ -103,18 +117,26 @@ def check_sizes(sizes: Sizes, fmt: Format, prefix: str, advice: str) -> None:
         fmt: Format of the weight in memory.
         prefix: Name of the layer.
         advice: Options of the engine that make the part larger.
+        layout: Layout in the checkpoint. None for a plain weight.
     """
     block = fmt.scale.vec_size if fmt.scale is not None and fmt.has_squares else 1
     rows = sizes.rows // sizes.projections
     for dim, size, multiple in (
         ("rows", rows, block if sizes.projections > 1 else 1),
-        ("columns", sizes.columns, max(block, fmt.k_multiple)),
+        ("columns", sizes.columns, max(block, fmt.k_multiple, _stored_block(layout))),
     ):
         if size % multiple:
             raise ValueError(
                 f"{prefix}: {sizes.name} has {size} {dim} on each rank, but {fmt} needs a multiple "
                 f"of {multiple}: {advice}"
             )
+
+
+def _stored_block(layout: Layout | None) -> int:
+    """Return the number of columns with one scale in a layout of its own shapes, else 1."""
+    if layout is None or layout.shapes is None:
+        return 1
+    return _MANY // layout.shapes(1, _MANY)[1][1]
 
 
 def load_weight(layer: nn.Module, sizes: Sizes, layout: Layout, prefix: str) -> GroupedTensor:
@@ -126,12 +148,17 @@ def load_weight(layer: nn.Module, sizes: Sizes, layout: Layout, prefix: str) -> 
     Raises:
         ValueError: The checkpoint lacks a scale of an expert, or has one that is no finite number.
     """
-    names = [sizes.name + suffix.replace(".", "_", 1) for suffix in layout.suffixes]
+    names = parameter_names(sizes.name, layout)
     codes, scales, *global_scales = (getattr(layer, name).data for name in names)
+    if layout.scale is not None:
+        scales = scales.view(layout.scale)
     for name, t in zip(names[1:], (scales, *global_scales), strict=True):
         check_loaded(t, f"{prefix}.{name}")
     amax = None
-    if global_scales:
+    if layout.shapes is not None:
+        stored = codes.view(len(codes), *layout.shapes(sizes.rows, sizes.columns)[0])
+        codes, scales, amax = layout.weight_tensors(stored, scales)
+    elif global_scales:
         amaxes = layout.amax(global_scales[0]).reshape(sizes.experts, sizes.projections)
         amax = amaxes.amax(1)
         differ = (amaxes != amax[:, None]).any(1).nonzero().flatten().tolist()
@@ -211,6 +238,8 @@ def wrap_buffers(layer: nn.Module, name: str, like: GroupedTensor) -> GroupedTen
 def allocate(spec: ParameterSpec, device: torch.device) -> Tensor:
     """Return the memory of a parameter; numbers that can be NaN are, so that gaps are found."""
     t = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    if spec.kind == BLOCK and spec.dtype == torch.uint8:
+        return t.fill_(_NAN_EXPONENT)
     if spec.dtype.is_floating_point and not t.is_meta:
         if t.itemsize == 1:
             t.view(torch.uint8).fill_(_NAN_BYTE)

@@ -11,6 +11,7 @@ layers may have biases, other gates (interleaved, clamped) or no gate, and ids m
 sentinels of transformers' expert parallelism.
 """
 
+from . import quantizer as _quantizer  # noqa: F401  # ``register`` registers it.
 from .config import GroupedConfig
 from .experts import RECIPES, prepare, register
 

@@ -26,7 +26,9 @@ class GroupedConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ``experts_implementation`` chooses another one.
 
     For a plain folder, ``recipe`` or ``weight`` is the target: each layer's experts are quantized
-    when they are read, expert by expert. The result equals ``prepare`` of a plain model to the bit.
+    when they are read, expert by expert. If the files have other names of the experts, which
+    transformers joins, they are quantized a layer at a time. The result equals ``prepare`` of a
+    plain model to the bit.
 
     The files are checked as by ``grouped.checkpoint.load`` before a weight is read. ``register``
     is called if it was not.

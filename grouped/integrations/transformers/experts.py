@@ -45,6 +45,8 @@ RECIPES: dict[str, Recipe] = {
 }
 #: Functions that ``register`` adds to transformers, by the same names.
 _FORWARDS: dict[str, Forward] = {}
+#: Functions of other modules that ``register`` also calls.
+EXTENSIONS: list[Callable[[], None]] = []
 
 
 def register(**more: Recipe) -> tuple[str, ...]:
@@ -79,9 +81,8 @@ def register(**more: Recipe) -> tuple[str, ...]:
     for name, recipe in RECIPES.items():
         _FORWARDS[name] = _forward_in(recipe)
         hf.ALL_EXPERTS_FUNCTIONS.register(name, _FORWARDS[name])
-    from .quantizer import register_quantizer
-
-    register_quantizer()
+    for extension in EXTENSIONS:
+        extension()
     return tuple(RECIPES)
 
 

@@ -7,7 +7,7 @@ that transformers would read for it. Everything else is loaded by transformers.
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,12 +61,15 @@ class Work(NamedTuple):
     Attributes:
         reads: The parameters.
         formats: Formats of the quantized weights of experts, by key.
+        joined: Plain weights of experts that transformers joins of tensors with other names, by
+            key. They are quantized afterwards, a layer at a time.
         ignored: Names in the files that do not change results.
         report: Report of ``grouped.checkpoint.load``; reading completes it.
     """
 
     reads: list[Read]
     formats: dict[str, Format]
+    joined: dict[str, ExpertWeight]
     ignored: list[str]
     report: Report
 
@@ -116,13 +119,13 @@ def find_work(
         only_plain: True refuses weights of experts that are quantized in the folder.
 
     Raises:
-        ValueError: As ``grouped.checkpoint.load``. Or ``only_plain`` refuses a weight, or
-            transformers makes the experts of other tensors.
+        ValueError: As ``grouped.checkpoint.load``. Or ``only_plain`` refuses a weight.
         KeyError: The folder lacks tensors of experts.
     """
     check_config(folder)
     files = Reader(folder)
-    plans = list(_plans(model, files, names))
+    joined = dict[str, ExpertWeight]()
+    plans = list(_plans(model, files, names, joined))
     if fmt is None:
         check_transposed(plans)
     quantized = next((p for p in plans if p.layout is not None), None)
@@ -146,16 +149,20 @@ def find_work(
         for plan in plans
         if not plan.weight.is_bias
     }
+    formats |= dict.fromkeys(joined, fmt)
     return Work(
         reads,
         {key: target for key, target in formats.items() if target is not None},
+        joined,
         [*report.ignored, *report.input_scales],
         report,
     )
 
 
-def _plans(model: nn.Module, files: Reader, names: Names) -> Iterator[Plan]:
-    """Yield the plan of each weight and bias of experts.
+def _plans(
+    model: nn.Module, files: Reader, names: Names, joined: dict[str, ExpertWeight]
+) -> Iterator[Plan]:
+    """Yield the plan of each weight and bias of experts, or add the weight to ``joined``.
 
     Raises:
         KeyError: The folder lacks tensors of one.
@@ -177,11 +184,7 @@ def _plans(model: nn.Module, files: Reader, names: Names) -> Iterator[Plan]:
                 f"{files.folder} lacks {lacking[0]}, for {weight.key} ({len(lacking)} such tensors)"
             )
         if not weight.is_bias:
-            raise ValueError(
-                f"transformers makes {weight.key} of tensors with other names than "
-                "experts.0.gate_proj.weight or experts.gate_up_proj, which GroupedConfig does not "
-                "read: load a plain folder without quantization_config, then call prepare(model)"
-            )
+            joined[weight.key] = weight
 
 
 def _paths(weights: list[ExpertWeight], files: Reader, names: Names) -> dict[str, str]:
@@ -216,19 +219,28 @@ def _read_of(plan: Plan, fmt: Format | None, report: Report) -> Read:
     def encoded(probe: Tensor) -> Tensor:
         """Quantize a plain weight, expert by expert."""
         assert fmt is not None
-        encoded_experts = []
-        for g in range(weight.shape[0]):
-            expert = probe[g : g + 1] if plan.is_stacked else plan.read_plain(range(g, g + 1))
-            expert = expert.mT if weight.transposed else expert
-            expert = expert.to(probe.device, probe.dtype).contiguous()
-            encoded_experts.append(quantize(expert, fmt))
-        return _make_parameter(weight, torch.cat(encoded_experts))  # type: ignore[arg-type]
+        if plan.is_stacked:
+            return quantize_experts(weight, probe.split(1), fmt)
+        experts = (plan.read_plain(range(g, g + 1)) for g in range(weight.shape[0]))
+        return quantize_experts(weight, (e.to(probe.device, probe.dtype) for e in experts), fmt)
 
     if plan.layout is not None:
         value = quantized
     else:
         value = plain if weight.is_bias or fmt is None else encoded
     return Read(weight.key, [probe, *(name for name in every if name != probe)], value)
+
+
+def quantize_experts(weight: ExpertWeight, experts: Iterable[Tensor], fmt: Format) -> nn.Parameter:
+    """Return the quantized parameter of a weight.
+
+    Args:
+        weight: The weight.
+        experts: (1, N, K) of each expert, or (1, K, N) if the weight is transposed.
+        fmt: Format of the parameter.
+    """
+    rows = (expert.mT if weight.transposed else expert for expert in experts)
+    return _make_parameter(weight, torch.cat([quantize(w.contiguous(), fmt) for w in rows]))  # type: ignore[arg-type, misc]
 
 
 def _make_parameter(weight: ExpertWeight, value: GroupedTensor) -> nn.Parameter:
@@ -246,15 +258,12 @@ def _matrices(files: Reader, names: Names, used: set[str], expert_keys: set[str]
     """
     single = [layout for layout in LAYOUTS.values() if layout.suffixes[0].startswith(".")]
     matrix_names = set[str]()
-    for name in files:
+    for name in (n for n in files if n not in used):
         for layout in single:
             base = name.removesuffix(layout.suffixes[0])
             tensors = [base + suffix for suffix in layout.suffixes]
-            if (
-                base == name
-                or tensors[0] in used | matrix_names
-                or not all(t in files for t in tensors)
-            ):
+            is_complete = base != name and all(t in files for t in tensors)
+            if not is_complete or name in matrix_names:
                 continue
             key, is_converted = names.key(f"{base}.weight")
             target = names.parameter(key)
@@ -351,6 +360,24 @@ class QuantizedReads(hf.WeightConverter):  # type: ignore[misc]
         self.collected_tensors.clear()
         probe = pending() if callable(pending) else pending.result()
         return {layer_name: self._reads[layer_name].value(probe)}
+
+
+class QuantizeJoined(hf.ConversionOps):  # type: ignore[misc]
+    """Operation after those of transformers: quantize the weights ``Work.joined``."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def convert(self, input_dict: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+        """Return the parameters of the plain weights."""
+        return {key: self._quantize(key, value) for key, value in input_dict.items()}
+
+    def _quantize(self, key: str, value: Any) -> nn.Parameter:
+        """Return the parameter of one weight."""
+        weight = self._work.joined[key]
+        plain = value[0] if isinstance(value, list) else value
+        dtype = weight.parameter.dtype
+        return quantize_experts(weight, plain.to(dtype).split(1), self._work.formats[key])
 
 
 class _Unused(hf.ConversionOps):  # type: ignore[misc]

@@ -18,8 +18,8 @@ from ...functional.quantization import quantize
 from ...preparation import check_product, expert_layers, reorder
 from ...tensor.grouped_tensor import GroupedTensor
 from .config import METHOD, GroupedConfig
-from .experts import RECIPES, experts_of, guard_methods
-from .loading import IGNORED, Names, QuantizedReads, Work, find_work
+from .experts import EXTENSIONS, RECIPES, experts_of, guard_methods
+from .loading import IGNORED, Names, QuantizedReads, QuantizeJoined, Work, find_work
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN = "grouped_bf16"
@@ -165,8 +165,10 @@ class GroupedQuantizer(HfQuantizer):  # type: ignore[misc]
         """Return True for the weights of experts that become GroupedTensors."""
         return self._work is not None and param_name in self._work.formats
 
-    def get_quantize_ops(self) -> None:
-        """Return None: the converter quantizes."""
+    def get_quantize_ops(self) -> QuantizeJoined:
+        """Return the operation that quantizes weights which transformers joins."""
+        assert self._work is not None
+        return QuantizeJoined(self._work)
 
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
         """Return the bytes per element of a parameter."""
@@ -276,3 +278,6 @@ def register_quantizer() -> None:
         return merge(quantization_config, quantization_config_from_args)
 
     setattr(auto.AutoHfQuantizer, merge.__name__, classmethod(merge_or_replace))
+
+
+EXTENSIONS.append(register_quantizer)

@@ -80,12 +80,25 @@ def _find_fp8(config: Any, layer: Any, prefix: str) -> StoredExperts:
     return StoredExperts("deepseek", True)
 
 
+def _find_gpt_oss(config: Any, layer: Any, prefix: str) -> StoredExperts:
+    """Return the layout of gpt-oss, whose experts are all quantized."""
+    if layer.activation.value != "swigluoai":
+        raise ValueError(
+            f"{prefix} is in MXFP4, which --quantization grouped serves for gpt-oss only: omit "
+            "--quantization to use vLLM's own kernels"
+        )
+    return StoredExperts("gpt-oss")
+
+
 #: Kinds of checkpoints by the ``quant_method`` in their configuration.
 FOLDERS: Mapping[str, Folder] = {
     "modelopt": Folder("modelopt_fp4", _find_modelopt),
     "modelopt_fp4": Folder("modelopt_fp4", _find_modelopt),
     "compressed-tensors": Folder("compressed-tensors", _find_compressed),
     "fp8": Folder("fp8", _find_fp8),
+    # vLLM renames the method of gpt-oss.
+    "mxfp4": Folder("gpt_oss_mxfp4", _find_gpt_oss),
+    "gpt_oss_mxfp4": Folder("gpt_oss_mxfp4", _find_gpt_oss),
 }
 
 
@@ -105,5 +118,8 @@ def find_folder(config: Mapping[str, Any], scheme_name: str) -> Folder:
             f"ones, but quant_method of this checkpoint is {method!r}: omit --quantization to use "
             "vLLM's own kernels"
         )
-    check_quantization_config(copy.deepcopy(dict(config)), f"--quantization {scheme_name}")
+    section = copy.deepcopy(dict(config))
+    if method == "gpt_oss_mxfp4":
+        section["quant_method"] = "mxfp4"
+    check_quantization_config(section, f"--quantization {scheme_name}")
     return folder

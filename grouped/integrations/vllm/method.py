@@ -66,9 +66,17 @@ class GroupedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self._has_input_scale = has_input_scale
         self._activation = find_activation(layer, prefix)
         self._token_counts = token_counts(config, self.moe)
+        if formats.layout is not None and formats.layout.shapes is not None:
+            #: vLLM's model of gpt-oss asks for it.
+            self.weight_dtype = "gpt_oss_mxfp4"
         #: Plain weights are quantized layer by layer while vLLM loads them, so that the plain
-        #: weights of all layers are never in memory.
-        self.uses_meta_device = formats.layout is None and formats.weight is not None
+        #: weights of all layers are never in memory. The loader of gpt-oss, whose rows are
+        #: interleaved, does not tell when a layer is complete.
+        self.uses_meta_device = (
+            formats.layout is None
+            and formats.weight is not None
+            and not self._activation.interleaved
+        )
         self._sizes: tuple[weights.Sizes, weights.Sizes]
         #: Weights in the form of the kernels; their plain tensors are parameters of the layer.
         self._templates: tuple[GroupedTensor, GroupedTensor] | None = None

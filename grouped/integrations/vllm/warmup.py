@@ -41,7 +41,7 @@ def warm_up(method: Any, layer: Any, counts: TokenCounts) -> None:
         return result
 
     key = (
-        (method.formats, *sizes, method.moe.in_dtype),
-        (layer.activation, layer.apply_router_weight_on_input, layer.expert_map is None),
+        (*method.formats[:2], *sizes, method.moe.in_dtype),
+        (layer.activation.value, layer.apply_router_weight_on_input, layer.expert_map is None),
     )
     warmup.warm_up(method, call, counts, key, logger)
