@@ -70,7 +70,7 @@ def warm_up(method: Any, layer: Any) -> None:
         return result
 
     key = (
-        (method.formats, *sizes, like.dtype, method.activation),
+        (*method.formats[:2], *sizes, like.dtype, method.activation),
         (config.apply_router_weight_on_input, config.routed_scaling_factor),
     )
     warmup.warm_up(method, call, token_counts(), key, logger)
