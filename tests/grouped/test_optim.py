@@ -581,7 +581,7 @@ INVALID_MASTERS = {
     "unknown parameter": (
         lambda p: {draw(0): draw(0)},
         TypeError,
-        "no parameter with a master",
+        "not a parameter with a master",
     ),
 }
 
