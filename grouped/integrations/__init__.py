@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 from ptx_emulator.host.suggestions import module_attributes
 
-__all__ = ["torchtitan", "transformers", "vllm"]
+__all__ = ["sglang", "torchtitan", "transformers", "vllm"]
 
 if TYPE_CHECKING:
-    from . import torchtitan, transformers, vllm
+    from . import sglang, torchtitan, transformers, vllm
 else:
     __getattr__ = module_attributes(__name__, __all__)
 

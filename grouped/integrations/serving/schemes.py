@@ -1,13 +1,13 @@
 """Schemes: formats in which engines serve experts on grouped kernels."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from cute_kernels.formats import NVFP4, Format, FP8Block
 
 from ... import recipes
 from ...checkpoint.layouts import LAYOUTS, Layout
-from ...recipes import Recipe
+from ...recipes import Recipe, check_recipe
 
 
 class Scheme(NamedTuple):
@@ -78,6 +78,30 @@ _RECIPES: Mapping[str, tuple[Recipe, Recipe]] = {
     "fp8-block": (recipes.FP8Block(), recipes.BF16()),
     "gpt-oss": (recipes.BF16(), recipes.BF16()),
 }
+
+
+def add_schemes(more: Mapping[str, Recipe], is_taken: Callable[[str], bool], kind: str) -> None:
+    """Add recipes of the user to the schemes.
+
+    Args:
+        more: Recipes by name.
+        is_taken: Returns True if a name means something else to the engine.
+        kind: Name of such a thing, for messages.
+
+    Raises:
+        TypeError: A value is not a recipe.
+        ValueError: A name is taken, or a recipe uses delayed scaling.
+    """
+    for name, recipe in more.items():
+        check_recipe(recipe)
+        if name not in SCHEMES and is_taken(name):
+            raise ValueError(f"{name} is {kind}: choose another name")
+        if recipe.takes_scales:
+            raise ValueError(
+                f"{name}: {recipe} has scales that last from step to step, which a server does "
+                "not have: use FP8Current"
+            )
+        SCHEMES[name] = _recipe_scheme(name, recipe)
 
 
 def load_format(

@@ -59,7 +59,7 @@ def warm_up(
     """Compile and load the kernels of a layer's calls, unless an equal layer did.
 
     Args:
-        method: The layer's method. Its attribute ``_operands`` is the pair of weights.
+        method: The layer's method, whose attribute ``_operands`` is the pair of weights.
         call: Calls the experts with a number of tokens, and returns the output.
         counts: Numbers of tokens in calls.
         key: Hashable facts of the layer, besides its weights, on which its kernels depend.

@@ -1,22 +1,11 @@
 """Activations of vLLM's experts."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from cute_kernels.formats.activations import Activation
 
-
-class ExpertsActivation(NamedTuple):
-    """An activation as ``grouped.moe`` takes it.
-
-    Attributes:
-        activation: The activation.
-        interleaved: True if the rows of gate and up projection alternate.
-    """
-
-    activation: Activation
-    interleaved: bool = False
-
+from ..serving.activations import ExpertsActivation
 
 #: By the value of vLLM's ``MoEActivation``. GELU is the tanh form.
 ACTIVATIONS: Mapping[str, ExpertsActivation] = {

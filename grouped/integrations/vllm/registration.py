@@ -2,8 +2,8 @@
 
 import logging
 
-from ...recipes import Recipe, check_recipe
-from ..serving.schemes import SCHEMES, Scheme
+from ...recipes import Recipe
+from ..serving.schemes import SCHEMES, add_schemes
 
 
 def register(**more: Recipe) -> tuple[str, ...]:
@@ -26,16 +26,7 @@ def register(**more: Recipe) -> tuple[str, ...]:
     from . import config
     from .symbols import QUANTIZATION_METHODS
 
-    for name, recipe in more.items():
-        check_recipe(recipe)
-        if name not in SCHEMES and name in QUANTIZATION_METHODS:
-            raise ValueError(f"{name} is a quantization method of vLLM: choose another name")
-        if recipe.takes_scales:
-            raise ValueError(
-                f"{name}: {recipe} has scales that last from step to step, which a server does "
-                "not have: use FP8Current"
-            )
-        SCHEMES[name] = Scheme(name, recipe, recipe.weight)
+    add_schemes(more, QUANTIZATION_METHODS.__contains__, "a quantization method of vLLM")
     for scheme in SCHEMES.values():
         config.register_scheme(scheme)
     return tuple(SCHEMES)
