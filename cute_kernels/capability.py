@@ -199,11 +199,11 @@ def support(
     """
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}" + did_you_mean(op, OPS))
-    asked, arch = arch, family_of(arch)
+    arch_argument, arch = arch, family_of(arch)
     if arch not in (*ARCHITECTURES, *_TENSOR_CORE_BACKENDS):
         raise ValueError(
-            f"arch must be one of {', '.join(ARCHITECTURES)}, got {asked!r}"
-            + suggest_arch(asked, (*ARCHITECTURES, *_TENSOR_CORE_BACKENDS))
+            f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch_argument!r}"
+            + suggest_arch(arch_argument, (*ARCHITECTURES, *_TENSOR_CORE_BACKENDS))
         )
     if isinstance(fmt, type):
         fmt = fmt()

@@ -61,11 +61,12 @@ def _rates(table: Table, model: str, tokens: int, records: Sequence[Record]) -> 
     """Return the tokens per second of each bar; None where nothing was measured."""
     (row,) = (row for row in table.rows if row.titles == (model, str(tokens)))
     cells = {column.title: column.cell.conditions for column in table.columns}
-    found = [
+    newest_records = [
         newest(records, {**table.conditions, **row.conditions, **cells[title]}) for title in _BARS
     ]
     return [
-        None if record is None else round(tokens / record.microseconds * 1e6) for record in found
+        None if record is None else round(tokens / record.microseconds * 1e6)
+        for record in newest_records
     ]
 
 

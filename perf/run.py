@@ -423,9 +423,9 @@ def require_match(selection: Selection, reports: Sequence[Report]) -> None:
 def _nothing_accepted(selection: Selection, rejected: Iterable[str]) -> str:
     """Return a message for patterns that accept none of the contenders."""
     patterns = {"--contender": selection.contender, "--format": selection.format}
-    given = {option: pattern for option, pattern in patterns.items() if pattern}
-    texts = " and ".join(f"{option} {pattern!r}" for option, pattern in given.items())
-    hints = (did_you_mean(pattern, sorted(rejected)) for pattern in given.values())
+    patterns_set = {option: pattern for option, pattern in patterns.items() if pattern}
+    texts = " and ".join(f"{option} {pattern!r}" for option, pattern in patterns_set.items())
+    hints = (did_you_mean(pattern, sorted(rejected)) for pattern in patterns_set.values())
     hint = next(filter(None, hints), f": they are {', '.join(sorted(rejected))}")
     return f"no contender here matches {texts}{hint}"
 

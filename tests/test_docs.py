@@ -60,6 +60,7 @@ def needs(page):
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=needs(page)) for page in PAGES])
 def test_blocks_run(page, tmp_path, monkeypatch):
+    """Run the Python blocks of a page in order, in one namespace."""
     if Path(page).stem in LIBRARIES:
         pytest.importorskip(LIBRARIES[Path(page).stem], exc_type=ImportError)
     code = "".join(PAGES[page])
@@ -69,6 +70,7 @@ def test_blocks_run(page, tmp_path, monkeypatch):
 
 
 def test_extras_that_are_named_exist():
+    """Compare the extras that documents install with those of pyproject.toml."""
     folders = [
         path
         for top in ("cute_kernels", "grouped", "docs")
@@ -83,6 +85,7 @@ def test_extras_that_are_named_exist():
 
 
 def test_tests_that_are_named_exist():
+    """Check that test files and tests that documents name exist."""
     text = (ROOT / "docs" / "guide" / "pytorch.md").read_text()
     files, checks = (
         re.findall(r"`(?:tests/(integration)/)?(test_\w+)`", text),

@@ -102,12 +102,12 @@ def _indexed(device: torch.device | str | int) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
         raise TypeError(f"device must be a torch.device, a str or an int, got {device!r}")
     try:
-        found = torch.device(device)
+        target = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device must be a device, got {device!r}: {error}") from None
-    if found.type == "meta":
+    if target.type == "meta":
         raise ValueError("device must be a device with memory, got 'meta'")
-    return torch.empty(0, device=found).device
+    return torch.empty(0, device=target).device
 
 
 def _meta_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

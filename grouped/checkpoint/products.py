@@ -32,9 +32,9 @@ def check_products(plans: list[Plan], device_of: Callable[[Tensor], torch.device
     """
     checked = set[tuple[Any, ...]]()
     for plan in plans:
-        if plan.layout is None or (found := _recipe_of(plan.weight)) is None:
+        if plan.layout is None or (recipe_choice := _recipe_of(plan.weight)) is None:
             continue
-        recipe, choices = found
+        recipe, choices = recipe_choice
         parameter = local_part(plan.weight.parameter)
         case = (plan.weight.shape[1:], plan.layout.fmt, parameter.dtype, device_of(parameter))
         if (recipe, *case) in checked:

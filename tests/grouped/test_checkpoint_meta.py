@@ -75,6 +75,8 @@ def test_no_plain_copy_of_quantized_experts_is_allocated(tmp_path, monkeypatch):
 
 
 def test_tied_tensors_stay_tied(tmp_path):
+    """Check that a tensor with two names is allocated once."""
+
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -140,6 +142,7 @@ def test_invalid_devices(device, error, words, tmp_path):
 
 
 def test_an_optimizer_of_meta_parameters_raises(tmp_path):
+    """Check that an optimizer made before loading raises at its next step."""
     checkpoint.save(make_moe(), tmp_path, "modelopt")
     model = on_meta(make_moe())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -218,6 +221,7 @@ def test_an_implementation_without_a_product_is_refused(
 
 
 def test_a_loaded_model_refuses_an_implementation_of_transformers(make_qwen3, tmp_path):
+    """Check that quantized experts refuse implementations that cannot multiply them."""
     checkpoint.save(make_qwen3("grouped_bf16"), tmp_path, "modelopt")
     model = make_qwen3("grouped_bf16")
     checkpoint.load(model, tmp_path)

@@ -160,6 +160,7 @@ def test_convert_refuses_unsuitable_files(shapes, message, tmp_path):
 
 
 def test_convert_names_the_plain_checkpoint_for_a_quantized_one(tmp_path, capsys):
+    """Check the error for a source that is quantized already."""
     checkpoint.save(make_moe(), tmp_path / "fp8", "deepseek")
     with pytest.raises(SystemExit):
         convert.main([str(tmp_path / "fp8"), str(tmp_path / "a"), "--to", "nvfp4"])

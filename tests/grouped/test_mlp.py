@@ -116,13 +116,13 @@ def test_recipe_of_both_layers_can_be_set():
 
 
 @pytest.mark.parametrize(
-    ("make", "name", "meant"),
+    ("make", "name", "suggestion"),
     [
         (functools.partial(MoE, 64, 32, 4), "topk", "top_k"),
         (functools.partial(GroupedMLP, 4, 64, 32), "activaton", "activation"),
         (functools.partial(GroupedLinear, 4, 64, 32), "recip", "recipe"),
     ],
 )
-def test_unknown_arguments_suggest_the_name_that_was_meant(make, name, meant):
-    with pytest.raises(TypeError, match=f"argument '{name}'.*did you mean '{meant}'"):
+def test_unknown_arguments_suggest_the_name_that_was_meant(make, name, suggestion):
+    with pytest.raises(TypeError, match=f"argument '{name}'.*did you mean '{suggestion}'"):
         make(**{name: None})

@@ -139,6 +139,7 @@ def test_bits_are_those_of_the_module(recipe, name):
     options = {"activation": mlp.activation, "interleaved": mlp.interleaved, "recipe": recipe}
 
     def step(y):
+        """Return the result of a call, and its gradients."""
         return [y.detach(), *torch.autograd.grad(y, leaves, draw(T, H, seed=9))]
 
     want = step(module(x))
@@ -388,6 +389,7 @@ def test_calls_repeat(recipe):
     parameters = [t.requires_grad_() for t in make_experts()]
 
     def step():
+        """Return the result of a call, and its gradients."""
         y = run(x, ids, p, parameters, recipe=recipe)
         return [y.detach(), *torch.autograd.grad(y, [x, *parameters], draw(T, H))]
 
@@ -687,6 +689,7 @@ def test_kernels_have_the_bits_of_the_reference(name, backend, mode, on_input):
     }
 
     def step():
+        """Return the result of a call, and its gradients."""
         x, weights = tokens().requires_grad_(), p.clone().requires_grad_()
         y = run(x, ids, weights, parameters, **options)
         leaves = [x, weights, *parameters]

@@ -117,6 +117,7 @@ MAPPED = [
 @pytest.mark.parametrize(("tokens", "top_k", "num_ids", "experts"), MAPPED)
 @pytest.mark.parametrize("dtype", [I32, torch.int64])
 def test_mapped_routing_equals_loops(tokens, top_k, num_ids, experts, dtype):
+    """Compare compute_routing with an expert map with loops in Python."""
     ids = random_expert_ids(tokens, top_k, num_ids, dtype=dtype)
     expert_map = random_expert_map(num_ids, experts)
     want = route_in_python(ids, experts, expert_map)
@@ -135,6 +136,7 @@ def test_an_empty_map_routes_nothing():
 @pytest.mark.parametrize("dtype", [I32, torch.int64])
 @each_arch
 def test_mapped_routing_kernels_have_the_bits_of_the_reference(arch, dtype, monkeypatch):
+    """Compare kernels with an expert map with the reference."""
     clear_plan_cache()
     if dtype == torch.int64:
         monkeypatch.setattr(

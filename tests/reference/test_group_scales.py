@@ -120,6 +120,7 @@ def test_uniform_groups_have_the_bytes_of_ragged_ones(element):
 @every_element
 @pytest.mark.parametrize("scale", [None, 1.0, 0.7, 2.0**-120, 3e38])
 def test_every_bf16_value(scale, element):
+    """Compare all 65,536 bf16 values with the oracle."""
     x = torch.arange(1 << 16).int().to(torch.int16).view(BF16).view(-1, 64)
     scales = None if scale is None else np.array([scale], np.float32)
     check(x, (len(x),), element, scales)

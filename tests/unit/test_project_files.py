@@ -11,7 +11,7 @@ import cute_kernels
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-#: Documents for contributors. Those of the site are checked by tests/test_docs.py.
+#: Documents for contributors. tests/test_docs.py checks the pages of the site.
 DOCUMENTS = ("CHANGELOG", "CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY", "tests/README")
 #: A path of a file in inline code or in a command, such as ``tests/unit/test_host.py``.
 PATH = re.compile(r"(?<![\w./~-])(?:\.ci|cute_kernels|grouped|perf|tests|docs)/[\w/.]*\w")
@@ -35,6 +35,7 @@ def test_there_are_workflows_and_forms():
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_scripts_of_workflows_exist_and_are_executable(path):
+    """Check the scripts of .ci that workflows run."""
     workflow = parse(path)
     scripts = re.findall(r"\.ci/\w+", "\n".join(commands(workflow)))
     assert scripts
@@ -44,6 +45,7 @@ def test_scripts_of_workflows_exist_and_are_executable(path):
 
 
 def test_workflows_cover_the_versions_of_python():
+    """Compare the versions of Python in workflows with those of pyproject.toml."""
     versions = re.findall(
         r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     )
@@ -54,6 +56,7 @@ def test_workflows_cover_the_versions_of_python():
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
 def test_forms_have_unique_fields(path):
+    """Check that no issue form has two fields of one name."""
     form = parse(path)
     if path.stem == "config":
         assert all(link.keys() == {"name", "url", "about"} for link in form["contact_links"])
@@ -64,6 +67,7 @@ def test_forms_have_unique_fields(path):
 
 
 def test_citation_has_the_version_of_the_package():
+    """Compare the version of CITATION.cff and of the changelog with that of the package."""
     citation = parse(ROOT / "CITATION.cff")
     assert citation["cff-version"] == "1.2.0"
     assert str(citation["version"]) == cute_kernels.__version__
@@ -72,6 +76,7 @@ def test_citation_has_the_version_of_the_package():
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_and_paths_of_documents_exist(name):
+    """Check links and paths of the documents at the top of the repository."""
     path = ROOT / f"{name}.md"
     text = path.read_text(encoding="utf-8")
     links = [target for target in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in target]
@@ -81,6 +86,7 @@ def test_links_and_paths_of_documents_exist(name):
 
 
 def test_documents_name_the_markers_that_exist():
+    """Compare the markers of documents with those of pyproject.toml."""
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     lines = settings.partition("\nmarkers = [")[2].partition("\n]")[0]
     markers = set(re.findall(r'^ *"(\w+):', lines, re.MULTILINE))
