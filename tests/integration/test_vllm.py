@@ -18,7 +18,7 @@ from grouped.checkpoint.layouts import LAYOUTS
 from grouped.checkpoint.plain_tensors import WeightTensors, quantize_weight
 from grouped.functional.moe import moe
 from grouped.integrations import vllm as plugin
-from grouped.integrations.serving import schemes, warmup, weights
+from grouped.integrations.serving import experts, schemes, warmup, weights
 from grouped.integrations.serving.schemes import SCHEMES, load_format
 from grouped.integrations.vllm import activations
 from tests.helpers import BF16, F32, contains_all, save_and_load
@@ -261,7 +261,7 @@ def test_expert_parallel_ranks(engine):
 @pytest.mark.parametrize("is_prepacked", [False, True])
 def test_rebalanced_experts(engine, is_prepacked, monkeypatch):
     """Swap experts in the parameters, as EPLB does: outputs with swapped ids are the same."""
-    monkeypatch.setattr(engine.method, "prepacks", lambda *_: is_prepacked)
+    monkeypatch.setattr(experts, "prepacks", lambda *_: is_prepacked)
     x, p, ids = inputs()
     layer = fake_vllm.RoutedExperts()
     method = make_method(engine, layer, "grouped_nvfp4_row_scaled")

@@ -2,9 +2,10 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...checkpoint.config import check_quantization_config
+from ..serving.experts import PLAIN, StoredExperts
 from .symbols import (
     CompressedTensorsConfig,
     Fp8Config,
@@ -13,22 +14,6 @@ from .symbols import (
     process_model_config,
 )
 
-
-class StoredExperts(NamedTuple):
-    """How a checkpoint stores the experts of a layer.
-
-    Attributes:
-        layout_name: Name of the layout in ``LAYOUTS``. None for plain weights.
-        has_inputs: True if the checkpoint asks for quantized activations.
-        has_input_scale: True if it has static scales of activations, which are read and not used.
-    """
-
-    layout_name: str | None
-    has_inputs: bool = False
-    has_input_scale: bool = False
-
-
-PLAIN = StoredExperts(None)
 _SERVED = (
     "plain experts, ModelOpt NVFP4, compressed-tensors NVFP4 and FP8 in blocks of 128x128, and "
     "DeepSeek FP8"

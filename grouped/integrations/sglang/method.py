@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...preparation import prepacks
 from ...tensor.grouped_tensor import GroupedTensor
 from ..serving import weights
 from ..serving.activations import ExpertsActivation
 from ..serving.device import check_device
+from ..serving.experts import make_sizes, prepare_weights, wrap_operands
 from ..serving.schemes import LoadedFormat
 from .activations import find_activation
 from .checkpoints import find_stored_experts
@@ -75,11 +75,11 @@ class GroupedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.formats = load_stored_format(self.scheme_name, stored.layout_name, stored.has_inputs)
         self.activation = find_activation(layer.moe_runner_config, self._prefix, choice.omit)
         check_options(layer, self.scheme_name, self.formats)
-        projections = 2 if self.activation.activation.is_gated else 1
-        rows = projections * intermediate_size_per_partition
-        self._sizes = (
-            weights.Sizes("w13", num_experts, rows, hidden_size, projections),
-            weights.Sizes("w2", num_experts, hidden_size, intermediate_size_per_partition, 1),
+        self._sizes = make_sizes(
+            num_experts,
+            hidden_size,
+            intermediate_size_per_partition,
+            self.activation.activation.is_gated,
         )
         device = torch.get_default_device()
         check_device(device, self.formats, self._sizes, params_dtype, choice, self._prefix)
@@ -100,30 +100,13 @@ class GroupedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """Put the weights into the form that kernels multiply, and compile the kernels."""
         if self._templates is not None:
             return  # They are in this form already.
-        if self.formats.weight is None:
-            for name in ("w13_weight", "w2_weight"):
-                weights.check_loaded(getattr(layer, name).data, f"{self._prefix}.{name}")
-        else:
-            self._templates = tuple(self._prepare(layer, sizes) for sizes in self._sizes)  # type: ignore[assignment]
+        self._templates = prepare_weights(layer, self._sizes, self.formats, self._prefix)
+        for sizes, weight in zip(self._sizes, self._templates or (), strict=False):
+            for attribute in weight._names:
+                parameter = getattr(layer, weights.buffer_name(sizes.name, attribute))
+                parameter.weight_loader = self._refuse_weights
         self._operands = None
         warm_up(self, layer)
-
-    def _prepare(self, layer: Any, sizes: weights.Sizes) -> GroupedTensor:
-        """Make the quantized weight of one product, and parameters of its plain tensors."""
-        fmt = self.formats.weight
-        assert fmt is not None
-        if self.formats.layout is None:
-            weight = weights.quantize_weight(layer, sizes, fmt, self._prefix)
-        else:
-            weight = weights.load_weight(layer, sizes, self.formats.layout, self._prefix)
-        if prepacks(self.formats.recipe, fmt, weight.device):
-            weight = weight.prepack()
-        weights.set_buffers(layer, sizes.name, weight)
-        for attribute in weight._inner():
-            parameter = getattr(layer, weights.buffer_name(sizes.name, attribute))
-            parameter.weight_loader = self._refuse_weights
-        template: Any = weight.to("meta")
-        return template
 
     def restore_weights_before_loading(self, layer: Any) -> None:
         """Raise NotImplementedError if the weights are quantized: they cannot be loaded again."""
@@ -142,15 +125,8 @@ class GroupedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def operands(self, layer: Any) -> tuple[Tensor, Tensor]:
         """Return both weights around the parameters of the layer."""
         if self._operands is None:
-            with torch.inference_mode(False):
-                if self._templates is None:
-                    self._operands = layer.w13_weight.data, layer.w2_weight.data
-                else:
-                    self._operands = tuple(  # type: ignore[assignment]
-                        weights.wrap_buffers(layer, sizes.name, like)
-                        for sizes, like in zip(self._sizes, self._templates, strict=True)
-                    )
-        return self._operands  # type: ignore[return-value]
+            self._operands = wrap_operands(layer, self._sizes, self._templates)
+        return self._operands
 
     def apply(self, layer: Any, dispatch_output: Any) -> StandardCombineInput:
         """Return the output of the routed experts; SGLang computes shared ones."""

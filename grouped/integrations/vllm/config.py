@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from ..serving.experts import PLAIN
 from ..serving.schemes import SCHEMES, Scheme, load_format
-from .folders import PLAIN, Folder, find_folder
+from .folders import Folder, find_folder
 from .method import GroupedExpertsMethod
 from .symbols import (
     LinearBase,
@@ -77,7 +78,9 @@ class ExpertsMixin:
             return super().get_quant_method(layer, prefix)  # type: ignore[misc]
         stored = PLAIN if self.folder is None else self.folder.find(self, layer, prefix)
         formats = load_format(self.scheme, stored.layout_name, stored.has_inputs)
-        return GroupedExpertsMethod(layer, prefix, self.scheme.name, formats, stored.input_scale)
+        return GroupedExpertsMethod(
+            layer, prefix, self.scheme.name, formats, stored.has_input_scale
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Classes are made at run time, and vLLM sends configurations to other processes.

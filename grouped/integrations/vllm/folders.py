@@ -5,24 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...checkpoint.config import check_quantization_config
+from ..serving.experts import PLAIN, StoredExperts
 from .symbols import is_layer_skipped
-
-
-class StoredExperts(NamedTuple):
-    """How a checkpoint stores the experts of a layer.
-
-    Attributes:
-        layout_name: Name of the layout in ``LAYOUTS``. None for plain weights.
-        has_inputs: True if the checkpoint asks for quantized activations.
-        input_scale: True if it has static scales of activations, which are read and not used.
-    """
-
-    layout_name: str | None
-    has_inputs: bool = False
-    input_scale: bool = False
-
-
-PLAIN = StoredExperts(None)
 
 
 class Folder(NamedTuple):

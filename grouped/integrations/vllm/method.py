@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ...functional.moe import moe as grouped_moe
-from ...preparation import prepacks
 from ...tensor.grouped_tensor import GroupedTensor
 from ..serving import weights
 from ..serving.device import check_device
+from ..serving.experts import make_sizes, prepare_weights, wrap_operands
 from ..serving.schemes import LoadedFormat
 from .activations import find_activation
 from .checks import check_options, make_choice
@@ -94,11 +94,11 @@ class GroupedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         **extra_weight_attrs: Any,
     ) -> None:
         """Create the parameters that vLLM's loader fills."""
-        projections = 2 if self._activation.activation.is_gated else 1
-        rows = projections * intermediate_size_per_partition
-        self._sizes = (
-            weights.Sizes("w13", num_experts, rows, hidden_size, projections),
-            weights.Sizes("w2", num_experts, hidden_size, intermediate_size_per_partition, 1),
+        self._sizes = make_sizes(
+            num_experts,
+            hidden_size,
+            intermediate_size_per_partition,
+            self._activation.activation.is_gated,
         )
         device = torch.get_default_device()
         choice = make_choice(self._scheme_name)
@@ -125,29 +125,11 @@ class GroupedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         layer._already_called_process_weights_after_loading = True
-        if self.formats.weight is not None:
-            self._templates = tuple(self._prepare(layer, sizes) for sizes in self._sizes)  # type: ignore[assignment]
-        else:
-            for name in ("w13_weight", "w2_weight"):
-                weights.check_loaded(getattr(layer, name).data, f"{self._prefix}.{name}")
+        self._templates = prepare_weights(layer, self._sizes, self.formats, self._prefix)
         self._operands = None
         warm_up(self, layer, self._token_counts)
         # A reload copies new weights into the old parameters and brings those back.
         self._operands = None
-
-    def _prepare(self, layer: Any, sizes: weights.Sizes) -> GroupedTensor:
-        """Make the quantized weight of one product, and parameters of its plain tensors."""
-        fmt = self.formats.weight
-        assert fmt is not None
-        if self.formats.layout is None:
-            weight = weights.quantize_weight(layer, sizes, fmt, self._prefix)
-        else:
-            weight = weights.load_weight(layer, sizes, self.formats.layout, self._prefix)
-        if prepacks(self.formats.recipe, fmt, weight.device):
-            weight = weight.prepack()
-        weights.set_buffers(layer, sizes.name, weight)
-        template: Any = weight.to("meta")
-        return template
 
     # ---- vLLM's questions
 
@@ -168,15 +150,8 @@ class GroupedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def operands(self, layer: Any) -> tuple[Tensor, Tensor]:
         """Return both weights around the present parameters of the layer."""
         if self._operands is None:
-            with torch.inference_mode(False):
-                if self._templates is None:
-                    self._operands = layer.w13_weight.data, layer.w2_weight.data
-                else:
-                    self._operands = tuple(  # type: ignore[assignment]
-                        weights.wrap_buffers(layer, sizes.name, like)
-                        for sizes, like in zip(self._sizes, self._templates, strict=True)
-                    )
-        return self._operands  # type: ignore[return-value]
+            self._operands = wrap_operands(layer, self._sizes, self._templates)
+        return self._operands
 
     def apply(
         self,
